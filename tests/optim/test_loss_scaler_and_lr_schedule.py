@@ -101,6 +101,12 @@ def test_wsd_stays_at_one_until_its_decay() -> None:
     assert [round(at(step), 9) for step in range(15, 20)] == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
+def test_linear_falls_from_one_to_the_final_factor_after_a_fraction_of_warm_up() -> None:
+    at = ScheduleConfig(kind="linear", warmup_fraction=0.29, final=0.5).factor(100)
+    assert at(28) < 1.0 == at(29)
+    assert [round(at(step), 9) for step in (29, 64, 99)] == [1.0, 0.75, 0.5]
+
+
 def test_constant_stays_at_one() -> None:
     at = ScheduleConfig(kind="constant", warmup_steps=1).factor(10)
     assert [at(step) for step in range(10)] == [0.5] + [1.0] * 9
