@@ -40,7 +40,7 @@ INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True)
 class Adapters:
-    """What the injection of adapters did to a model.
+    """Result of the injection of adapters into a model.
 
     Attributes:
         renamed: Names of the model's own tensors after the injection, by their names before.

@@ -7,11 +7,14 @@ each of them gathers parameters.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dzero.config import RunConfig
 from dzero.data.chats import ChatCorpus
+from dzero.parallel.tiling.loss import head_of
 
 DEFAULT = 2
 
@@ -37,9 +40,19 @@ def answer(model: nn.Module, corpus: ChatCorpus, count: int, tokens: int, device
     for row, prompt in zip(batch, prompts, strict=True):
         row[: len(prompt)] = torch.from_numpy(prompt.astype("int64"))
     rows = torch.arange(len(prompts), device=device)
-    for made in range(tokens):
-        logits = model(batch[:, : int(lengths.max()) + made])
-        batch[rows, lengths + made] = logits[rows, lengths + made - 1].argmax(-1)
+    longest, head, last = int(lengths.max()), head_of(model), lengths - 1
+
+    def of_last(_: nn.Module, features: tuple[Tensor]) -> Tensor:
+        """Keep the features of each last token, so that logits are [conversations, 1, vocabulary]."""
+        return features[0][rows, last].unsqueeze(1)
+
+    hook = nullcontext() if head is None else head.register_forward_pre_hook(of_last)
+    with hook:
+        for made in range(tokens):
+            logits = model(batch[:, : longest + made])
+            places = 0 if logits.shape[1] == 1 else last
+            batch[rows, last + 1] = logits[rows, places].argmax(-1)
+            last = last + 1
     return [
         corpus.shown(prompt, found[len(prompt) : len(prompt) + tokens].cpu().numpy())
         for prompt, found in zip(prompts, batch, strict=True)
