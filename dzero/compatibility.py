@@ -23,11 +23,15 @@ FACTS = {
     "optim.elementwise": "",
     "optim.takes_whole": "",
     "param.fused": "parameter {}, which is cut in several places",
+    "params.frozen": "only trained parameters",
+    "params.quantized": "no frozen matrix of a block with rows of whole blocks of 64 elements",
 }
 """Phrase of each derived fact in messages, with `{}` for its value."""
 OVER_SHARDS, OVER_REPLICAS = "zero.optimizer_shard_axes=[shard]", "zero.optimizer_shard_axes=[replicate,shard]"
 KINDS = ("param", "grad", "master", "moments")
 IMPORT = "model=tiny_moe model.weights=FOLDER"
+LORA, NO_ADAPTERS = "adapter.kind=lora", "adapter.kind=none"
+OF_A_FOLDER = "adapter=lora model=hf model.name_or_path=gpt2 model.weights=true"
 ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -233,6 +237,47 @@ STATES = (
     ),
     Rule("precision.moments=int8 param.fused", "a block would mix the cuts", "precision.moments=bf16", ""),
 )
+FROZEN = (
+    *(
+        idle(key, NO_ADAPTERS, "which trains every parameter", "adapter=lora", f"{key}={value}")
+        for key, value in (("precision.frozen", "nf4"), ("offload.frozen", "host"))
+    ),
+    idle("offload.frozen", "params.frozen=false", "", "", ""),
+    idle("precision.frozen", "params.quantized=false", "", "", ""),
+    Rule(
+        "offload.frozen!=device|null zero.stage=1|2",
+        "only stages 0 and 3 free parameters after use",
+        "zero.stage=3, or offload.frozen=device",
+        f"{OF_A_FOLDER} zero.stage=2 offload.frozen=host",
+    ),
+    *(
+        Rule(
+            f"{key} {where}",
+            why,
+            take,
+            f"{OF_A_FOLDER} zero.stage=3 {given} {example}",
+        )
+        for key, given, take in (
+            ("offload.frozen!=device|null", "offload.frozen=host", "offload.frozen=device"),
+            ("precision.frozen!=param", "precision.frozen=nf4", "precision.frozen=param"),
+        )
+        for where, why, example in (
+            (
+                "zero.reshard_after_forward!=true|false",
+                "FSDP2 keeps a second copy, which it makes of parameters as they are used",
+                "zero.reshard_after_forward=2 mesh.dp=4",
+            ),
+            ("mesh.tp>1", "FSDP2 takes parameters that are cut along another axis as they are", "mesh.tp=2"),
+        )
+    ),
+    *(
+        Rule(f"{key} mesh.ep>1", "experts that ranks share are taken as they are", take, "")
+        for key, take in (
+            ("offload.frozen!=device|null", "offload.frozen=device"),
+            ("precision.frozen!=param", "precision.frozen=param"),
+        )
+    ),
+)
 OFFLOAD = (
     *(
         idle(f"offload.{kind}_fraction", f"offload.{kind}=device", "", "", f"offload.{kind}_fraction=0.5")
@@ -386,8 +431,6 @@ BLOCKS = (
         )
     ),
 )
-LORA, NO_ADAPTERS = "adapter.kind=lora", "adapter.kind=none"
-OF_A_FOLDER = "adapter=lora model=hf model.name_or_path=gpt2 model.weights=true"
 ADAPTERS = (
     *(
         idle(f"adapter.{key}", NO_ADAPTERS, "", "adapter=lora", f"adapter.{key}={value}")
@@ -685,7 +728,7 @@ RUN = (
         "data.path=texts data.name=texts",
     ),
 )
-RULES = (*MESH, *EXPERTS, *STATES, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
+RULES = (*MESH, *EXPERTS, *STATES, *FROZEN, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
 
 
 def check_compatible(settings: Settings) -> None:

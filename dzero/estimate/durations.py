@@ -122,6 +122,10 @@ class Durations:
         count = elems * update_bytes(self._layout)
         return self._over(count, self._hardware.reachable_bandwidth, "device_bandwidth")
 
+    def decoded(self, count: int) -> float:
+        """Return the seconds in which the device reads and writes `count` bytes to decode quantized weights."""
+        return self._over(count, self._hardware.reachable_bandwidth, "device_bandwidth")
+
     def copied(self, count: int) -> float:
         """Return the seconds to copy `count` bytes between device and host, in either direction."""
         return self._over(count, self._share.host_link, "host_link")

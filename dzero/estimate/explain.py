@@ -71,12 +71,12 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
         if layout.param.sharded or index == 0:
             for unit in (root, *blocks):
                 n = tables[unit.name].shard
-                yield from one(forward, "all_gather", SHARD, unit, n, unit.shard_elems(n) * itemsize)
+                yield from one(forward, "all_gather", SHARD, unit, n, unit.shard_bytes(n, itemsize))
         for unit in (root, *reversed(blocks)):
             own = tables[unit.name]
             if layout.param.sharded and own.gathers_again:
                 inner = own.shard if isinstance(own.reshard_after_forward, bool) else own.reshard_after_forward
-                owned = unit.shard_elems(inner) * itemsize
+                owned = unit.shard_bytes(inner, itemsize)
                 yield from one(backward, "all_gather", SHARD, unit, inner, owned)
             if layout.grad_sync_policy(last).reduce and unit is not root:
                 yield from reduced(backward, unit, last)

@@ -1,11 +1,11 @@
 """Bytes of one rank by tier and kind, from the ZeRO table and the costs of a microbatch, unit by unit.
 
     on the device while unit u runs                bytes
-    param         shards                           all that stay on the device; of offloaded ones, those of the unit
-                                                   that is gathered next
+    param, frozen shards                           all that stay on the device; of offloaded ones, those of the unit
+                                                   that is gathered next (as param)
     unsharded     gathered parameters              stages 1-2: all units; stage 3: u, the unit around it, the root,
                                                    and units that stay gathered for backward; with one rank on the
-                                                   shard axis none but parameters fetched from the host
+                                                   shard axis none but those fetched from the host or decoded
     buffers       of collectives                   forward: gather buffer of u; backward: that of the next unit, and the
                                                    reduced buffer of the last; FSDP2 frees each one unit later
     grad          reduced, or whole if they wait   units whose backward has ended; all units if microbatches accumulate
@@ -30,6 +30,7 @@ from dzero.offload.buffer_layout import BufferLayout, moment_fields
 from dzero.offload.build_schedule import schedule_of
 from dzero.offload.memory_pool import aligned
 from dzero.zero.layout import Layout
+from dzero.zero.offload_config import FROZEN
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
@@ -140,15 +141,20 @@ class _Device:
         ]
         masters = sum(elems for _, param, elems in states if param.name not in away["master"])
         fields = [moment_fields(own, elems) for own, param, elems in states if param.name not in away["moments"]]
-        stays, self._away = 0, dict.fromkeys(self._order, 0)
+        itemsize = self._itemsize = layout.param.dtype.itemsize
+        rest = {"param": 0, FROZEN: 0}
+        self._away, self._packed, self._decoded = (dict.fromkeys(self._order, 0) for _ in range(3))
         for name, own, param in params:
-            count = param.shard_elems(own.shard) * layout.param.dtype.itemsize
-            if param.name in away["param"]:
+            kind, count = "param" if param.trainable else FROZEN, param.shard_bytes(own.shard, itemsize)
+            if param.codec is not None:
+                self._packed[name] += count
+                self._decoded[name] += param.elems * itemsize
+            if param.name in away[kind]:
                 self._away[name] += count
             else:
-                stays += count
+                rest[kind] += count
         self._rest = {
-            "param": stays,
+            **rest,
             "master": masters * layout.master.dtype.itemsize if layout.param.dtype != torch.float32 else 0,
             "moments": sum(n * dtype.itemsize for each in fields for _, dtype, n in each) * moments // 2,
         }
@@ -202,9 +208,13 @@ class _Device:
         return sum(map(self._copied, {*self._kept, *stays, *at_work}))
 
     def _copied(self, unit: str) -> int:
-        """Return the bytes of a gathered unit; one rank uses device shards in place (`use_shards`)."""
-        whole = self._whole[unit] * self._layout.param.dtype.itemsize
-        return whole if self._own[unit].shard > 1 else self._away[unit]
+        """Return the bytes of a gathered unit; one rank uses device shards in place (`use_shards`).
+
+        Quantized weights are decoded on any number of ranks.
+        """
+        if self._own[unit].shard > 1:
+            return self._whole[unit] * self._itemsize
+        return self._away[unit] + self._decoded[unit]
 
     def _coming(self, span: UnitSpan) -> str:
         """Return the unit whose shards are being prefetched (`offload/param_prefetch.py`), or "" for the next step's.
@@ -228,8 +238,10 @@ class _Device:
         if backward and not 0 < at < len(self._order) - 1:
             return 0
         unit = self._order[at - 1] if backward else span.unit
-        gathers = self._own[unit].shard > 1 and not (backward and unit in self._kept)
-        return self._whole[unit] * self._layout.param.dtype.itemsize if gathers else 0
+        if backward and unit in self._kept:
+            return 0
+        ranks = self._own[unit].shard
+        return ranks * self._units[unit].shard_bytes(ranks, self._itemsize) if ranks > 1 else self._packed[unit]
 
     def _reducing(self, unit: str) -> int:
         """Return the bytes of the buffer that was reduced last.

@@ -1,7 +1,7 @@
 """Seconds of a step from the work of each lane (`durations.py`), given which lanes run at the same time.
 
     lane               work
-    compute            forward and backward of the microbatches
+    compute            forward and backward of the microbatches, and decoding of quantized weights
     shard, replicate   collectives along the axis, decisions included
     tp, cp, ep         collectives that operators wait for: of matrices (tp), attention (cp) and token dispatch (ep)
     pp                 sends between pipeline stages
@@ -72,6 +72,7 @@ def pace_of(
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:
         parts[span.direction] += layout.microbatches * take.compute(span.work)
+    parts[FORWARD] += take.decoded(moved.decoded)
     axes = {axis: take.sent(axis, count, moved.calls[axis]) for axis, count in moved.axes.items()}
     seconds = {
         COMPUTE: sum(parts.values()),

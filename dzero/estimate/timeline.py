@@ -182,11 +182,13 @@ class _Step:
                 to_gather.remove(span.unit)
                 there_s[span.unit] = self._gather(direction, index, span.unit, self._computed_s)
             start_s = max(self._computed_s, there_s.get(span.unit, 0.0))
+            seconds = self._durations.compute(span.work)
+            if span.unit in used and span.unit not in at_work and (direction == FORWARD or self._again[span.unit]):
+                seconds += self._durations.decoded(self._moves[span.unit].decoded)
             at_work.add(span.unit)
             if self._ahead and to_gather and there_s.keys() <= at_work:
                 name = to_gather.pop(0)
                 there_s[name] = self._gather(direction, index, name, start_s)
-            seconds = self._durations.compute(span.work)
             done_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
             for axis, sent_bytes, calls in span.work.exchanged():
                 within_s = self._durations.sent(axis, int(sent_bytes), calls)
@@ -210,8 +212,9 @@ class _Step:
         there_s = max(issued_s, fresh_s)
         if direction == FORWARD or self._again[name]:
             load_s, fetch_s = self._issued_s[-2 - layout.offload.prefetch_units], self._issued_s[-2]
-            loaded_s = self.lanes.add(DISK, LOAD, name, take.read(moves.disk_param), fresh_s, load_s)
-            fetched_s = self.lanes.add(BACK, FETCH, name, take.copied(moves.param), loaded_s, fetch_s)
+            disk_s, host_s = take.read(moves.disk_param + moves.disk_frozen), take.copied(moves.param + moves.frozen)
+            loaded_s = self.lanes.add(DISK, LOAD, name, disk_s, fresh_s, load_s)
+            fetched_s = self.lanes.add(BACK, FETCH, name, host_s, loaded_s, fetch_s)
             there_s = max(there_s, fetched_s)
         for each in self._of(direction, index, name):
             if each.kind == ALL_GATHER:

@@ -1,7 +1,7 @@
 """Bytes that one rank moves per step: along mesh axes, from the ZeRO table, and between tiers, unit by unit.
 
 transfer                     when
-param                        to the device for each use, and from disk before it
+param, frozen                to the device for each use, and from disk before it
 grad                         to the host at each reduction, and to disk, from where the next reduction loads it
 late_grad, grad_back         once per step, to where the update runs
 moments                      to where the update runs, and back
@@ -24,16 +24,23 @@ from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import update_order
 from dzero.zero.cost_model import copies_of, expected_control, expected_copies, expected_traffic
 from dzero.zero.layout import Layout
+from dzero.zero.offload_config import FROZEN
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit_shapes import UnitShape
 
 
 @dataclass(frozen=True)
 class UnitTransfers:
-    """Bytes of one unit per transfer, and the elements that host and device update; `copies` counts collectives."""
+    """Bytes of one unit per transfer, and the elements that host and device update; `copies` counts collectives.
+
+    `decoded` are the bytes that the device reads and writes to decode quantized weights for one use.
+    """
 
     param: int
     disk_param: int
+    frozen: int
+    disk_frozen: int
+    decoded: int
     grad: int
     disk_grad: int
     late_grad: int
@@ -57,6 +64,7 @@ class StepTransfers:
         decisions: Number of collectives of a few numbers, by axis.
         out, back: Bytes from device to host and from host to device.
         read, written: Bytes from and to disk.
+        decoded: Bytes that the device reads and writes to decode quantized weights.
     """
 
     units: Mapping[str, UnitTransfers]
@@ -67,6 +75,7 @@ class StepTransfers:
     back: int
     read: int
     written: int
+    decoded: int
 
 
 def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransfers]:
@@ -87,9 +96,13 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
             return sum(replica_shards.get(name, 0) for name in names)
 
         param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
+        frozen = sum(p.shard_bytes(own.shard, working) for p in unit.params if p.name in away[FROZEN])
         found[unit.name] = UnitTransfers(
             param=param,
             disk_param=param if on_disk["param"] else 0,
+            frozen=frozen,
+            disk_frozen=frozen if on_disk[FROZEN] else 0,
+            decoded=sum(int(p.elems * p.codec.decode_bytes(working)) for p in unit.params if p.codec is not None),
             grad=grad,
             disk_grad=grad if on_disk["grad"] else 0,
             late_grad=elems(away["master"] - away["grad"]) * gradient,
@@ -135,12 +148,16 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts 
         calls=calls,
         decisions=decisions,
         out=sum(reductions * unit.grad + unit.late_grad + unit.moments for unit in each),
-        back=sum(uses[name] * unit.param + unit.grad_back + unit.moments + unit.work for name, unit in moves.items()),
+        back=sum(
+            uses[name] * (unit.param + unit.frozen) + unit.grad_back + unit.moments + unit.work
+            for name, unit in moves.items()
+        ),
         read=sum(
-            uses[name] * unit.disk_param + reductions * unit.disk_grad + unit.read_states
+            uses[name] * (unit.disk_param + unit.disk_frozen) + reductions * unit.disk_grad + unit.read_states
             for name, unit in moves.items()
         ),
         written=sum(unit.disk_param + reductions * unit.disk_grad + unit.written_states for unit in each),
+        decoded=sum(uses[name] * unit.decoded for name, unit in moves.items()),
     )
 
 

@@ -1,7 +1,8 @@
 """Buffer layout: the slot and the offset of each offloaded state of each parameter, from the table (`zero/layout.py`).
 
     host slot         contents                                             exists if
-    param <unit>      working copies, also of frozen parameters            param's tier is host; exceptions below
+    param <unit>      working copies                                       param's tier is host; exceptions below
+    frozen <unit>     frozen parameters, as they are stored                frozen's tier is host
     grad <unit>       gradients, laid out as FSDP2's reduced buffer        grad's tier is host, or the host updates
     master <unit>     fp32 masters or 16-bit remainders                    master's tier is host
     moments <unit>    both moments                                         moments' tier is host
@@ -36,6 +37,7 @@ import torch
 from dzero.offload.memory_pool import aligned
 from dzero.offload.schedule import BufferSlot
 from dzero.zero.layout import Layout
+from dzero.zero.offload_config import FROZEN
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit_shapes import ParamShape, UnitShape
 
@@ -93,11 +95,11 @@ class BufferLayout:
         self.early = self._place_undo()
 
     def on_host(self, kind: str, name: str) -> bool:
-        """Return whether a parameter's "param", "grad", "master" or "moments" is off the device (host or disk)."""
+        """Return whether a parameter's "param", "frozen", "grad", "master" or "moments" is on the host or on disk."""
         return name in self._off_device[kind]
 
     def on_disk(self, kind: str, name: str) -> bool:
-        """Return whether a parameter's "param", "grad", "master" or "moments" is stored on disk."""
+        """Return whether a parameter's "param", "frozen", "grad", "master" or "moments" is stored on disk."""
         return self.on_host(kind, name) and self.layout.tiers[kind][0] == "disk"
 
     def updated_on_host(self, name: str) -> bool:
@@ -154,7 +156,7 @@ class BufferLayout:
         if what == "work":
             piece = f"disk param {unit}"
             return [SlotPair(self._makes_param[unit], piece)] if unit in self._makes_param else []
-        kinds = {"states": (*UPDATED, "work"), "grad": ("grad",), "param": ("param", "frozen")}[what]
+        kinds = {"states": (*UPDATED, "work"), "grad": ("grad",), "param": ("param", FROZEN)}[what]
         found = [(slot, self._pieces.get((unit, slot))) for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
         return [SlotPair(slot, piece) for slot, piece in found if piece is not None]
 
@@ -202,14 +204,16 @@ class BufferLayout:
 
     def _place(self, unit: str, index: int, param: ParamShape, shard: int) -> None:
         name, own_slot = param.name, self._slot
-        elems = param.shard_elems(shard, self.layout.replica_shards if param.trainable else 1)
+        elems = param.shard_elems(shard, self.layout.replica_shards)
         param_turn = f"turn {index % (1 + self.layout.offload.prefetch_units)}"
         if not param.trainable:
-            if self.on_disk("param", name):
-                self._add(unit, name, "param", f"frozen {param_turn}", self.layout.param.dtype, elems)
-                self._pieces[unit, f"frozen {param_turn}"] = f"disk frozen {unit}"
-            elif self.on_host("param", name):
-                self._add(unit, name, "param", f"param {unit}", self.layout.param.dtype, elems)
+            slot = f"frozen {param_turn if self.on_disk(FROZEN, name) else unit}"
+            if self.on_host(FROZEN, name):
+                stored = param.shard_bytes(shard, self.layout.param.dtype.itemsize)
+                dtype = self.layout.param.dtype if param.codec is None else torch.uint8
+                self._add(unit, name, "param", slot, dtype, stored // dtype.itemsize)
+            if self.on_disk(FROZEN, name):
+                self._pieces[unit, slot] = f"disk frozen {unit}"
             return
         here, grad = self.updated_on_host(name), self.layout.grad.dtype
         if here or self.on_host("grad", name):

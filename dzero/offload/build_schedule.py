@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.schedule import ActionKey, ActionKind, OffloadAction, OffloadSchedule
+from dzero.zero.offload_config import FROZEN
 from dzero.zero.unit_shapes import UnitShape
 
 Unit = TypeVar("Unit")
@@ -34,10 +35,10 @@ def schedule_of(buffer_layout: BufferLayout) -> OffloadSchedule:
 
 
 def _params(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]:
-    if not any(buffer_layout.on_host("param", param.name) for param in unit.params):
+    if not any(buffer_layout.on_host(kind, param.name) for param in unit.params for kind in ("param", FROZEN)):
         return []
     load = _from_disk(buffer_layout, "param", unit)
-    source = ["param", "frozen"] + (["master"] if buffer_layout.own and not buffer_layout.waiting and not load else [])
+    source = ["param", FROZEN] + (["master"] if buffer_layout.own and not buffer_layout.waiting and not load else [])
     fill = _visit(buffer_layout, "param", unit) if load else []
     return [*fill, *load, *_on(buffer_layout, ActionKind.FETCH, "param", unit, source)]
 

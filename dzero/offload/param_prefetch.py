@@ -40,7 +40,7 @@ class ParamPrefetch:
         self, sharded: Sharded, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging
     ) -> None:
         self._sharded, self._buffer_layout, self._executor, self._staging = sharded, buffer_layout, executor, staging
-        self._units = {unit.shape.name: unit for unit in sharded.units if unit.offloaded}
+        self._units = {unit.shape.name: unit for unit in sharded.units if unit.carried}
         self._next: dict[Point, str] = {}
         self._in_vain: set[Point] = set()
         self._point: Point = (None, None, True)
@@ -52,14 +52,14 @@ class ParamPrefetch:
 
     def _take(self, unit: Unit) -> None:
         name = unit.shape.name
-        views = {each: self._view(each) for each in unit.offloaded}
+        views = {each: self._view(each) for each in unit.carried}
         if not self._buffer_layout.pairs("param", name):
-            for each, memory in unit.offloaded.items():
+            for each, memory in unit.carried.items():
                 memory.move_to(HostStorage(views[each]))
             return
-        values = [(views[each], memory.flat) for each, memory in unit.offloaded.items()]
+        values = [(views[each], memory.flat) for each, memory in unit.carried.items()]
         self._staging.visit("param", name, partial(copy_all, values), fresh=True)
-        for each, memory in unit.offloaded.items():
+        for each, memory in unit.carried.items():
             memory.storage = DiskStorage(self._staging, "param", name, views[each])
 
     def _view(self, name: str) -> torch.Tensor:
@@ -98,14 +98,13 @@ class ParamPrefetch:
     def _start(self, name: str) -> None:
         if name in self._ahead:
             return
-        held = self._units[name].offloaded
+        stored = [(each, memory.device, self._view(each)) for each, memory in self._units[name].carried.items()]
         self._staging.load("param", name)
         with torch.inference_mode(False):  # the lane and later callers may be outside of inference mode
             self._ahead[name] = {
-                each: torch.empty(memory.elems, dtype=memory.dtype, device=memory.device)
-                for each, memory in held.items()
+                each: torch.empty(view.numel(), dtype=view.dtype, device=device) for each, device, view in stored
             }
-        moves = [(there, self._view(each)) for each, there in self._ahead[name].items()]
+        moves = [(self._ahead[name][each], view) for each, _, view in stored]
         self._executor.move(ActionKey(ActionKind.FETCH, "param", name), moves)
 
     def outdate(self, unit: str) -> None:

@@ -17,7 +17,7 @@ from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.param_state import MOMENTS, InitialValues, ParamState
 from dzero.optim.speculative_step import SpeculativeStep
-from dzero.optim.state_placement import StatePlacement, device_bytes, read
+from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
 from dzero.optim.torch_state_dict import check_torchs, is_torchs, take_torchs
 from dzero.zero.dtensors import local_of
 from dzero.zero.rounding import to_working
@@ -338,14 +338,11 @@ class AdamW(MasterOptimizer):
         return [stored for param in unit.params.values() if (stored := self._stored.get(param)) is not None]
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the device bytes of this rank's param (frozen ones included), master and moments between steps."""
-        totals = {"param": 0, "master": 0, "moments": 0}
+        """Return the device bytes of this rank's param, master, moments and frozen between steps."""
+        totals = {"param": 0, "master": 0, "moments": 0, **params_device_bytes(self._sharded.named_params().values())}
         for stored in self._stored.values():
             for kind, count in stored.device_bytes().items():
                 totals[kind] += count
-        for param in self._sharded.named_params().values():
-            if param not in self._stored:
-                totals["param"] += device_bytes(param)
         return totals
 
 

@@ -25,7 +25,7 @@ from dzero.offload.manager import OffloadManager
 from dzero.optim.flat_update import ParamStates, follow_edits
 from dzero.optim.master_handover import OffloadedMasterStorage
 from dzero.optim.quantized_moments import KnownBlocks, QuantizedMoment, blocks_of
-from dzero.optim.state_placement import StatePlacement, device_bytes, read, still_of
+from dzero.optim.state_placement import StatePlacement, read, still_of
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
 from dzero.zero.offloaded_param import TensorStorage
@@ -329,8 +329,8 @@ class ParamState:
         return local_of(self.tensors[key]).view(-1) if view is None else view
 
     def device_bytes(self) -> dict[str, int]:
-        """Return the bytes of the storages that this rank's states have on the device, by kind of state."""
-        kinds = {"param": device_bytes(self.param), "master": 0, "moments": 0}
+        """Return the bytes of the storages that master and moments have on the device, by kind."""
+        kinds = {"master": 0, "moments": 0}
         for key, tensor in self.tensors.items():
             if key != "step" and key not in self.off_device:
                 kind = "master" if key in ("master", "remainder") else "moments"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dzero.mesh import REPLICATE, SHARD, host_mesh
 from dzero.offload.manager import OffloadManager
 from dzero.zero.dtensors import local_of, placed_like
+from dzero.zero.offload_config import FROZEN
 from dzero.zero.offloaded_param import OffDeviceShard, memory_of
 from dzero.zero.replica_shards import mesh_of_replica_shards, span_of
 from dzero.zero.rounding import to_working
@@ -31,7 +34,18 @@ def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
 
 def device_bytes(param: nn.Parameter) -> int:
     """Return the bytes of this rank's shard on the device, its whole storage; 0 for one off the device."""
-    return 0 if memory_of(param) is not None else local_of(param).untyped_storage().nbytes()
+    if (memory := memory_of(param)) is not None:
+        return memory.flat.nbytes if memory.is_on_device else 0
+    return local_of(param).untyped_storage().nbytes()
+
+
+def params_device_bytes(params: Iterable[nn.Parameter]) -> dict[str, int]:
+    """Return the bytes of this rank's shards on the device: "param", and "frozen" if any are."""
+    totals = {"param": 0}
+    for param in params:
+        kind = "param" if param.requires_grad else FROZEN
+        totals[kind] = totals.get(kind, 0) + device_bytes(param)
+    return totals
 
 
 def sharded_flat(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

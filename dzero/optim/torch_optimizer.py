@@ -23,7 +23,7 @@ from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.master_param import MasterParam
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.requires_unsharded import check_whole
-from dzero.optim.state_placement import StatePlacement, device_bytes, read
+from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
 from dzero.utils.rules import Settings
 from dzero.zero.dtensors import local_of, placed_like
 from dzero.zero.rounding import to_working
@@ -271,10 +271,8 @@ class TorchOptimizer(MasterOptimizer):
             yield "param", read(held.local)
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the device bytes of this rank's param, master and moments (states of the wrapped class)."""
-        totals = {"param": 0, "master": 0, "moments": 0}
-        for param in self._sharded.named_params().values():
-            totals["param"] += device_bytes(param)
+        """Return the device bytes of this rank's param, master, moments (states of the wrapped class) and frozen."""
+        totals = {"param": 0, "master": 0, "moments": 0, **params_device_bytes(self._sharded.named_params().values())}
         for held in self._held.values():
             if held.work is None:
                 master = held.master

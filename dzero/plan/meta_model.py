@@ -33,6 +33,7 @@ from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, or
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.loss import losses_of
 from dzero.plan.run_layout import loss_tokens, parallel_of
+from dzero.zero.quantized_weights import CODECS
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
@@ -69,7 +70,8 @@ def units_of(config: RunConfig, model: nn.Module, rank: RankView | None = None) 
     """Return the shapes of the units of `model`, as `rank` has it, the root last."""
     stages, experts = (None, {}) if rank is None else (rank.stages, rank.experts)
     units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
-    return shapes_of(slots_by_unit(model, units, stages.aliases if stages else None), units, [model])
+    slots = slots_by_unit(model, units, stages.aliases if stages else None)
+    return shapes_of(slots, units, [model], CODECS.get(config.precision.frozen))
 
 
 @contextmanager

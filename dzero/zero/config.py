@@ -12,6 +12,7 @@ from dzero.utils.rules import Settings, shown
 
 REDUCTIONS = ("auto", "exact", "native")
 FLOATS = ("fp32", "bf16", "fp16")
+FROZEN_FORMATS = ("param", "int8", "nf4")
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bf16", "int8")
 SHARD_AXES = (["shard"], ["replicate", "shard"])
@@ -83,6 +84,8 @@ class PrecisionConfig:
     """Master parameters: fp32, or remainder (the 16 bits that bf16 parameters lack; the same bits in 2 bytes less)."""
     moments: str = "fp32"
     """Moments: fp32, bf16 (rounded stochastically) or int8 (torchao's block-wise 8 bits)."""
+    frozen: str = "param"
+    """Matrices of blocks that are not trained: that of param, int8 (8.25 bits per element) or nf4 (QLoRA's 4.25)."""
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -91,6 +94,7 @@ class PrecisionConfig:
             ("grad", self.grad, ["auto", *FLOATS]),
             ("master", self.master, [*MASTERS]),
             ("moments", self.moments, [*MOMENTS]),
+            ("frozen", self.frozen, [*FROZEN_FORMATS]),
         ):
             if value not in allowed:
                 raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")

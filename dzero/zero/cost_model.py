@@ -14,8 +14,9 @@ At stage 3, a unit that closes forward (head and root) stays gathered from forwa
 With replica shards, a reduce-scatter of gradients and an all-gather of updated parameters replace the
 all-reduce over r.
 
-Bytes are counted as in `comm/ledger.py`. The counts hold for units whose parameters are all trained: FSDP2 skips the
-backward gather of a leading unit whose input and parameters need no gradient.
+Bytes are counted as in `comm/ledger.py`. A unit with quantized weights is gathered as stored, in uint8. The counts
+hold for units whose parameters are all trained: FSDP2 skips the backward gather of a leading unit whose input and
+parameters need no gradient.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
         own = layout.of_unit(unit)
         n, replicas, hop = own.shard, own.replicate, own.replicate_wire
         back = layout.grad.dtype if layout.exact else hop
-        shard, trained = unit.shard_elems(n), unit.shard_elems(n, trainable_only=True)
+        stored, trained = torch.uint8 if unit.quantized else dtype, unit.shard_elems(n, trainable_only=True)
         gathers = microbatches if layout.param.sharded else 1
-        add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers, "unshard")
+        add("all_gather", SHARD, n, unit.shard_bytes(n, dtype.itemsize), stored, gathers, "unshard")
         if layout.param.sharded and own.gathers_again:
             inner = n if own.reshard_after_forward is True else int(own.reshard_after_forward)
-            add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches, "unshard")
+            owned = unit.shard_bytes(inner, dtype.itemsize)
+            add("all_gather", SHARD, inner, owned, stored, microbatches, "unshard")
         reduces = microbatches if layout.grad.sharded else 1
         add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
         if layout.replica_shards > 1:
@@ -178,11 +180,12 @@ class StateBytes:
     grad: int
     master: int
     moments: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all kinds."""
-        return self.param + self.grad + self.master + self.moments
+        return self.param + self.grad + self.master + self.moments + self.frozen
 
 
 def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
@@ -193,15 +196,17 @@ def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     """
     shards = [(unit, layout.of_unit(unit).shard) for unit in units]
     trained = [p.shard_elems(n, layout.replica_shards) for unit, n in shards for p in unit.params if p.trainable]
-    stored = sum(unit.shard_elems(n) for unit, n in shards)
+    size = layout.param.dtype.itemsize
+    frozen = sum(p.shard_bytes(n, size) for unit, n in shards for p in unit.params if not p.trainable)
     own = layout.param.dtype == torch.float32  # an fp32 parameter is its own master
     eight = layout.moments.dtype == torch.uint8
     blocks = sum(max(1, -(-elems // 256)) for elems in trained)
     return StateBytes(
-        param=stored * layout.param.dtype.itemsize,
+        param=sum(unit.shard_elems(n, trainable_only=True) for unit, n in shards) * size,
         grad=0,
         master=0 if own else sum(trained) * layout.master.dtype.itemsize,
         moments=2 * blocks * (256 + 4) if eight else 2 * sum(trained) * layout.moments.dtype.itemsize,
+        frozen=frozen,
     )
 
 
@@ -224,6 +229,7 @@ def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
         grad=trained * layout.grad.dtype.itemsize,
         master=rest.master,
         moments=rest.moments,
+        frozen=rest.frozen,
     )
 
 

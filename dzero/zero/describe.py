@@ -8,19 +8,20 @@ from dzero.hardware import dtype_name, format_bytes, format_count
 from dzero.utils.terminal import Table
 from dzero.zero.cost_model import resting_bytes
 from dzero.zero.layout import Layout, TableRow
-from dzero.zero.offload_config import KINDS
+from dzero.zero.offload_config import FROZEN, KINDS
 from dzero.zero.unit_shapes import UnitShape
 
 
 def kinds_table(layout: Layout, units: Sequence[UnitShape]) -> Table:
     """Return a row for each kind of state: how it is cut, its dtype and tier, and one rank's bytes between steps."""
     rows, at_rest = [], resting_bytes(layout, units)
-    for kind in KINDS:
+    frozen = any(not param.trainable for unit in units for param in unit.params)
+    for kind in (*KINDS, FROZEN) if frozen else KINDS:
         row: TableRow = getattr(layout, kind)
         cut = f"1/{layout.shard} of each over the shard axis" if row.sharded and layout.shard > 1 else "whole"
         cut = f"1/{layout.ranks} of each over all data-parallel ranks" if row.over_replicas else cut
         own = kind == "master" and layout.param.dtype == layout.master.dtype
-        dtype = "the parameter itself" if own else dtype_name(row.dtype)
+        dtype = "the parameter itself" if own else dtype_name(row.dtype) if row.codec is None else row.codec.name
         part = f", {row.fraction:.0%} of them" if row.fraction < 1 else ""
         rest = "none between steps" if kind == "grad" else format_bytes(getattr(at_rest, kind))
         rows.append((kind, cut, dtype, f"{row.tier}{part}", rest))

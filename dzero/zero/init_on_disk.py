@@ -60,13 +60,14 @@ class InitSpillFile:
         on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
         for path in paths if on_disk or layout.offload.activations == "disk" else ():
             make_folder(path)
-        if not on_disk & {"param", "master"}:
+        if not on_disk & {"param", "frozen", "master"}:
             return None
         needed, working = 0, layout.param.dtype
         for unit, slot, param in ((u, *each) for u in slots for each in zip(slots[u], shapes[u].params, strict=True)):
             shard = layout.of_unit(shapes[unit]).shard
-            if "param" in on_disk and slot.name in off_device["param"]:
-                needed += param.shard_elems(shard) * working.itemsize
+            kind = "param" if param.trainable else "frozen"
+            if kind in on_disk and slot.name in off_device[kind]:
+                needed += param.shard_bytes(shard, working.itemsize)
             if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:
                 needed += param.shard_elems(shard, layout.replica_shards) * torch.float32.itemsize
         return cls(paths[rank % len(paths)], needed)

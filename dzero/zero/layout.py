@@ -5,6 +5,9 @@
     grad      stages 0-1 unsharded, 2-3 Shard(0)         that of param, or fp32       2 or 4
     master    stage 0 unsharded, 1-3 Shard(0)            fp32 | 16-bit remainder      4 or 2 (none for fp32)
     moments   stage 0 unsharded, 1-3 Shard(0)            fp32 | bf16 | int8           8, 4 or about 2
+    frozen    as param                                   that of param | int8 | nf4   2 (4), about 1 or about 0.5
+
+A trained parameter has all rows but the last, and one that is not trained has the last alone: it is never written.
 
 With `zero.optimizer_shard_axes=[replicate,shard]`, master and moments are `Shard(0)` over the replicate axis too: each
 replica of a shard owns a part of it, its replica shard (zero/replica_shards.py).
@@ -26,7 +29,8 @@ from dzero.hardware import dtype_name, dtype_of
 from dzero.mesh import expert_degrees
 from dzero.utils.rules import Settings
 from dzero.zero.config import PrecisionConfig, ZeroConfig
-from dzero.zero.offload_config import KINDS, OffloadConfig
+from dzero.zero.offload_config import FROZEN, KINDS, OffloadConfig
+from dzero.zero.quantized_weights import CODECS, WeightCodec
 from dzero.zero.unit_shapes import UnitShape
 
 
@@ -40,6 +44,7 @@ class TableRow:
         tier: Tier on which it is stored (zero/tiers.py).
         fraction: Fraction of the elements on `tier`; the others are on the device.
         over_replicas: Whether it is sharded over the replicate axis too.
+        codec: Format of those that are quantized (zero/quantized_weights.py), if any.
     """
 
     sharded: bool
@@ -47,6 +52,7 @@ class TableRow:
     tier: str = "device"
     fraction: float = 1.0
     over_replicas: bool = False
+    codec: WeightCodec | None = None
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
@@ -74,6 +80,7 @@ class Layout:
     grad: TableRow
     master: TableRow
     moments: TableRow
+    frozen: TableRow
     wire: torch.dtype
     """Dtype of gradients in the reduction over the shard axis (at stage 0, over the replicate axis)."""
     remainder: bool
@@ -154,6 +161,7 @@ class Layout:
             grad=row("grad", 2, grad),
             master=row("master", 1, torch.int16 if remainder else torch.float32),
             moments=row("moments", 1, moments),
+            frozen=replace(row(FROZEN, 3, param), codec=CODECS.get(precision.frozen)),
             wire=wire,
             remainder=remainder,
             # With one rank, nothing is gathered, and parameters fetched to the device are freed as early as possible.
@@ -213,7 +221,7 @@ class Layout:
     @property
     def tiers(self) -> dict[str, tuple[str, float]]:
         """Tier and fraction of each kind of state."""
-        return {kind: (row.tier, row.fraction) for kind in KINDS for row in [getattr(self, kind)]}
+        return {kind: (row.tier, row.fraction) for kind in (*KINDS, FROZEN) for row in [getattr(self, kind)]}
 
     def grad_sync_policy(self, is_last: bool) -> GradSyncPolicy:
         """Return what FSDP2 does after a microbatch.

@@ -11,6 +11,9 @@ from dzero.utils.rules import Settings
 TIERS = ("device", "host", "disk")
 OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
 KINDS = ("param", "grad", "master", "moments")
+"""States of trained parameters."""
+FROZEN = "frozen"
+"""State of parameters that are not trained."""
 PAGE_BYTES = 4096
 MOST_BLOCK_BYTES = 1 << 30
 MOST_THREADS = 64
@@ -84,6 +87,8 @@ class OffloadConfig:
     """Fraction of the master parameters that is offloaded, in (0, 1]."""
     moments_fraction: float = 1.0
     """Fraction of the moments that is offloaded, in (0, 1]."""
+    frozen: str | None = None
+    """Tier of frozen parameters, which are only read: device, host or disk. null: that of param."""
     overlap: str = "auto"
     """When host updates run: step, forward, backward, delayed (one step stale), or auto (forward)."""
     undo_bytes: int = 1 << 30
@@ -98,7 +103,7 @@ class OffloadConfig:
     """Scratch files of tier disk."""
 
     def __post_init__(self) -> None:
-        for kind in KINDS:
+        for kind in (*KINDS, FROZEN):
             tier, fraction = self.tier(kind), self.fraction(kind)
             if tier not in TIERS:
                 raise ValueError(f"offload.{kind}={tier!r}: choose one of {list(TIERS)}")
@@ -121,14 +126,16 @@ class OffloadConfig:
     @property
     def uses_disk(self) -> bool:
         """Whether any states or activations are on disk."""
-        return "disk" in {self.activations, *map(self.tier, KINDS)}
+        return "disk" in {self.activations, *map(self.tier, (*KINDS, FROZEN))}
 
     def tier(self, kind: str) -> str:
-        """Return the tier of "param", "grad", "master" or "moments"."""
-        return str(getattr(self, kind))
+        """Return the tier of "param", "grad", "master", "moments" or "frozen"."""
+        return self.param if kind == FROZEN and self.frozen is None else str(getattr(self, kind))
 
     def fraction(self, kind: str) -> float:
         """Return the fraction of the kind's elements that is on `tier(kind)`."""
+        if kind == FROZEN:
+            return self.param_fraction if self.frozen is None else 1.0
         return float(getattr(self, f"{kind}_fraction"))
 
 

@@ -1,8 +1,11 @@
-"""Parameters in host memory or on disk (offload.param), as tensor subclasses that FSDP2 shards and gathers.
+"""Parameters in host memory, on disk, or quantized, as tensor subclasses that FSDP2 shards and gathers.
 
 An `OffDeviceShard` reports the mesh's device, as `fully_shard` requires, while its elements are in the storage of an
 `OffDeviceTensor`. FSDP2 requests the all-gather input of each shard right before it gathers the unit. `Unit.fetch` then
 fetches the unit to the device. A gather is thus the only step of training that waits for an update in flight.
+
+Quantized weights (`precision.frozen`) are gathered as they are stored, on whatever tier, and decoded where they arrive.
+Of the names below, `flat` and `storage` are about what is stored, `values` about what it stands for.
 
     operation on an OffDeviceShard     effect
     view                               another OffDeviceShard of the same memory, also of another dtype
@@ -15,6 +18,7 @@ Other code thus sees an ordinary, if slow, tensor. Its reads and writes wait for
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.utils.torch_internals import NO_TORCH_FUNCTION, make_wrapper, schema_of, tree_map_only
 from dzero.zero.dtensors import local_of, written
+from dzero.zero.quantized_weights import WeightCodec
 from dzero.zero.units import swap
 
 
@@ -55,9 +60,10 @@ class TensorStorage(Protocol):
 
 @dataclass
 class HostStorage:
-    """Storage of elements in the tensor `flat` [elems]."""
+    """Storage of elements in the tensor `flat` [elems], in host memory or, quantized, on the device."""
 
     flat: torch.Tensor
+    on_device: bool = False
 
     def get(self) -> torch.Tensor:
         """Return the tensor itself."""
@@ -71,16 +77,18 @@ class HostStorage:
 
 @dataclass(eq=False)
 class OffDeviceTensor:
-    """Flat tensor that reports a device but is stored elsewhere.
+    """Flat tensor that reports a device but is stored elsewhere, or in another form.
 
     Attributes:
         name: Name of the parameter.
         storage: Storage of the elements. It may be replaced, since every OffDeviceShard is only a view.
-        dtype: Dtype of the elements.
-        elems: Number of elements.
+        dtype: Dtype of the elements; of those that they stand for, if they are quantized.
+        elems: Number of elements, likewise.
         device: Device that its views report.
         hooks: Callbacks of the unit; None until the tensor is part of one. The reference is weak because C++ hooks
             hold tensors, so the garbage collector would not find the reference cycle.
+        codec: Format of quantized elements, which are stored as uint8; None if they are stored as they are.
+        whole: Shape of the unsharded parameter, if it is quantized.
     """
 
     name: str
@@ -89,6 +97,8 @@ class OffDeviceTensor:
     elems: int
     device: torch.device
     hooks: weakref.ref[ParamHooks] | None = None
+    codec: WeightCodec | None = None
+    whole: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -99,8 +109,44 @@ class OffDeviceTensor:
 
     @property
     def flat(self) -> torch.Tensor:
-        """Elements [elems], in host memory; `TensorStorage.get`."""
+        """Elements [elems] as they are stored; `TensorStorage.get`."""
         return self.storage.get()
+
+    @property
+    def row_elems(self) -> int:
+        """Number of elements at one index of dim 0 of a quantized matrix."""
+        return math.prod(self.whole[1:])
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the elements are quantized, and stored on the device itself."""
+        return self.codec is not None and isinstance(self.storage, HostStorage) and self.storage.on_device
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Elements [elems] in `dtype`, in host memory: the stored ones in place, or decoded into a new tensor."""
+        flat = self.flat
+        if self.codec is None:
+            return flat
+        values = torch.empty(self.elems // self.row_elems, self.row_elems, dtype=self.dtype)
+        self.codec.decode(flat.cpu().view(len(values), -1), values)
+        return values.view(-1)
+
+    def store(self, values: torch.Tensor) -> None:
+        """Store `values` [elems], which may be what `values` returned; quantized elements are encoded anew."""
+        self.storage.put(values if self.codec is None else self.encoded(values))
+
+    def encoded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` [elems] in the format of `codec` [bytes]."""
+        assert self.codec is not None
+        return self.codec.encode(values.view(-1, self.row_elems)).view(-1)
+
+    def quantize(self, codec: WeightCodec, whole: Sequence[int], *, on_device: bool) -> None:
+        """Store the elements, of a parameter of shape `whole`, as `codec` from now on, on the host or on the device."""
+        values = self.flat.to(self.device)
+        self.codec, self.whole = codec, (*whole,)
+        stored = self.encoded(values)
+        self.storage = HostStorage(stored if on_device else stored.cpu(), on_device)
 
     def await_update(self) -> None:
         """Call `ParamHooks.await_update`, if there are hooks."""
@@ -113,9 +159,14 @@ class OffDeviceTensor:
             hooks.before_write()
 
     def move_to(self, storage: TensorStorage) -> None:
-        """Move the elements to another storage."""
+        """Move the elements to another storage, as they are stored."""
         storage.put(self.storage.get())
         self.storage = storage
+
+    def replace(self, other: OffDeviceTensor) -> None:
+        """Take the storage and the format of `other`, with the values of this tensor."""
+        other.store(self.values)
+        self.storage, self.codec, self.whole = other.storage, other.codec, other.whole
 
 
 class OffDeviceShard(torch.Tensor):
@@ -157,7 +208,7 @@ class OffDeviceShard(torch.Tensor):
     def read(self) -> torch.Tensor:
         """Wait for updates in flight, and return the elements."""
         self.memory.await_update()
-        return self.within(self.memory.flat)
+        return self.within(self.memory.values)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OffDeviceShard({self.memory.name}, {self.read()})"
@@ -217,20 +268,23 @@ class OffDeviceShard(torch.Tensor):
         on_host = partial(_on_host, opened, copies)
         func(*_mapped(args, on_host), **_mapped(kwargs, on_host))
         for memory in memories:
-            memory.storage.put(opened[memory])
+            memory.store(opened[memory])
         for tensor in changed:
             if tensor in copies:
                 tensor.copy_(copies[tensor])
         return changed[0] if schema_of(func).returns else None
 
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
-    ) -> tuple[tuple[torch.Tensor], None]:
-        """Return the parameter's padded shard on the device, as FSDP2's input of the all-gather."""
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], None]:
+        """Return the parameter's padded shard on the device as it is stored, as FSDP2's input of the all-gather.
+
+        With more arguments, FSDP2 would require the size of the values, which quantized ones do not have.
+        """
         hooks = None if self.memory.hooks is None else self.memory.hooks()
         assert hooks is not None, f"{self.memory.name} is gathered, but belongs to no unit"
-        rows = -(-outer_size[0] // mesh.size())
-        return (hooks.fetch(self.memory).view(rows, *outer_size[1:]),), None
+        stored, codec = hooks.fetch(self.memory), self.memory.codec
+        if codec is not None:
+            return (stored.view(-1, codec.row_bytes(self.memory.row_elems)),), None
+        return (stored.view(-1, *self.shape[1:]),), None
 
     def fsdp_post_all_gather(
         self,
@@ -239,9 +293,20 @@ class OffDeviceShard(torch.Tensor):
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[()]] | None:
-        """Return the gathered parameter as it is."""
-        return (all_gather_outputs[0], ()) if out is None else None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the gathered parameter, as it is or decoded; `out` is the one to write to from the second time on.
+
+        The tensors that are returned beside it are those that FSDP2 frees with it.
+        """
+        (gathered,) = all_gather_outputs
+        if self.memory.codec is None:
+            return (gathered, ()) if out is None else None
+        # What forward saved of the parameter is decoded again for backward: `data` leaves autograd's version as it is.
+        shape = self.memory.whole
+        values = gathered.new_empty(shape, dtype=self.memory.dtype) if out is None else out.data
+        self.memory.codec.decode(gathered[: shape[0]], values.view(shape[0], -1))
+        gathered.untyped_storage().resize_(0)  # FSDP2 allocates it for each gather
+        return (values, (values,)) if out is None else None
 
 
 def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
@@ -280,5 +345,5 @@ def _on_host(
         return copies.get(tensor, tensor)
     if tensor.memory not in opened:
         tensor.memory.await_update()
-        opened[tensor.memory] = tensor.memory.flat
+        opened[tensor.memory] = tensor.memory.values
     return tensor.within(opened[tensor.memory])

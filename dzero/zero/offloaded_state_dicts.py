@@ -51,6 +51,6 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
 
 def _as_on_host(local: OffDeviceShard) -> torch.Tensor:
     memory = local.memory
-    if isinstance(memory.storage, HostStorage):
+    if memory.codec is None and isinstance(memory.storage, HostStorage):
         return local.within(memory.storage.flat)
     return OffDeviceShard(replace(memory, device=torch.device("cpu")), local.outline)

@@ -41,6 +41,7 @@ from dzero.zero.guards import copy_assigned, refuse_lost_writes, refuse_outside_
 from dzero.zero.init_on_disk import InitSpillFile
 from dzero.zero.init_params import Materialise, ParamInit
 from dzero.zero.layout import Layout
+from dzero.zero.offload_config import FROZEN
 from dzero.zero.offloaded_param import HostStorage, TensorStorage, put_on_host
 from dzero.zero.offloaded_state_dicts import hook_state_dicts
 from dzero.zero.partial_scalars import watch_numbers
@@ -48,7 +49,7 @@ from dzero.zero.reduce_buffers import reduce_whole
 from dzero.zero.replica_shards import ReplicaShards
 from dzero.zero.scalar_params import Places, narrow_in_forward
 from dzero.zero.sharded import Sharded
-from dzero.zero.split_rules import check_experts, check_splits, check_tables
+from dzero.zero.split_rules import check_experts, check_frozen, check_splits, check_tables
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit import Unit, as_fsdp, as_module
 from dzero.zero.unit_inputs import cast_first_input, own_output
@@ -106,8 +107,10 @@ class Sharder:
         self.values = ParamInit(layout, device, materialise, ends)
         self.units = units
         self.slots = slots_by_unit(model, units, stages.aliases if stages else None)
-        self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots)}
+        codec = layout.frozen.codec
+        self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots, codec)}
         shapes, tiles = [*self.shapes.values()], count_tiles(model)
+        check_frozen(layout, shapes)
         check_tables(layout, shapes, tiles=tiles)
         check_splits(shapes, groups_of_model, tiles=tiles)
         check_experts(shapes, mesh, experts, layout.model_ranks)
@@ -147,7 +150,9 @@ class Sharder:
         self.values.fill(modules, slots, axes.groups)
         rounded = self.values.round(modules, slots, self._cuts(axes))
         origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
-        put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
+        quantized = {param.name for param in shape.params if param.codec is not None}
+        stored = quantized | self.off_device["param"] | self.off_device[FROZEN]
+        put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in stored})
         is_root = any(modules[0] is root for root in self.roots)
         for module in modules:
             own_output(module)
@@ -179,14 +184,24 @@ class Sharder:
         )
         narrow_in_forward(unit, self.scalars)
         self._switch(unit, axes)
-        if self.layout.param.tier == "disk":
-            for each, memory in unit.offloaded.items():
-                memory.storage = self._on_disk(each, memory.flat)
-        if "disk" in (self.layout.param.tier, self.layout.master.tier):
+        self._store(unit)
+        if "disk" in (self.layout.param.tier, self.layout.frozen.tier, self.layout.master.tier):
             give_back_freed_memory()
         if unit.offloaded:
             hook_state_dicts(unit, unit.mesh)
         return unit
+
+    def _store(self, unit: Unit) -> None:
+        """Quantize the frozen matrices of a unit, and write to disk what is stored there."""
+        for param in unit.shape.params:
+            if (memory := unit.offloaded.get(param.name)) is None:
+                continue
+            kind = "param" if param.trainable else FROZEN
+            away = param.name in self.off_device[kind]
+            if param.codec is not None:
+                memory.quantize(param.codec, param.shape, on_device=not away)
+            if away and self.layout.tiers[kind][0] == "disk":
+                memory.storage = self._on_disk(param.name, memory.flat)
 
     def _where_master_lives(self, name: str, origin: torch.Tensor) -> TensorStorage:
         """Return the storage of an fp32 origin until its optimizer takes it."""

@@ -52,3 +52,11 @@ def check_tables(layout: Layout, units: list[UnitShape], *, tiles: int) -> None:
     fused = [param.name for unit in units for param in unit.params if param.fused]
     if fused:
         check_compatible(layout.settings.having({"param.fused": fused[0]}))
+
+
+def check_frozen(layout: Layout, units: list[UnitShape]) -> None:
+    """Raise ValueError if settings of frozen parameters have no effect, since there are none that they are about."""
+    frozen = any(not param.trainable for unit in units for param in unit.params)
+    check_compatible(
+        layout.settings.having({"params.frozen": frozen, "params.quantized": any(unit.quantized for unit in units)})
+    )

@@ -14,26 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dzero.zero.offload_config import KINDS
+from dzero.zero.offload_config import FROZEN, KINDS
 from dzero.zero.unit_shapes import ParamShape, UnitShape
 
 
 def names_off_device(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitShape]) -> dict[str, frozenset[str]]:
     """Return the names of the parameters whose state is not on the device, by kind of state.
 
-    Frozen parameters have only kind "param". A trained parameter leaves the device only if its master does.
+    Frozen parameters have only kind "frozen". A trained parameter leaves the device only if its master does.
     `tiers` has the tier and the fraction of each kind.
     """
     every = [param for unit in units for param in unit.params]
     trained = [param for param in every if param.trainable]
+    elems = sum(param.elems for param in trained)
 
-    def leaving(kind: str, params: Sequence[ParamShape], of: Sequence[ParamShape]) -> frozenset[str]:
+    def leaving(kind: str, params: Sequence[ParamShape], elems: int) -> frozenset[str]:
         tier, fraction = tiers[kind]
-        return _trailing(params, fraction * sum(param.elems for param in of)) if tier != "device" else frozenset()
+        return _trailing(params, fraction * elems) if tier != "device" else frozenset()
 
-    names = {kind: leaving(kind, trained, trained) for kind in KINDS if kind != "param"}
-    free = [param for param in every if not param.trainable or param.name in names["master"]]
-    return {"param": leaving("param", free, every), **names}
+    names = {kind: leaving(kind, trained, elems) for kind in KINDS if kind != "param"}
+    frozen = [param for param in every if not param.trainable]
+    names[FROZEN] = leaving(FROZEN, frozen, sum(param.elems for param in frozen))
+    return {"param": leaving("param", [param for param in trained if param.name in names["master"]], elems), **names}
 
 
 def _trailing(params: Sequence[ParamShape], wanted_elems: float) -> frozenset[str]:

@@ -104,7 +104,7 @@ class Unit:
         is_stale: Whether parameters were written since they were gathered.
         reductions: Number of reductions so far.
         version: Number of steps and writes that changed parameters.
-        offloaded: Parameters that are stored off the device.
+        offloaded: Parameters that are stored off the device, or quantized.
         replica_shards: Reduction and gather of replica shards; None if states are sharded over shards only.
     """
 
@@ -136,6 +136,11 @@ class Unit:
             if (memory := memory_of(param)) is not None:
                 self.offloaded[name], memory.hooks = memory, weakref.ref(self)
 
+    @property
+    def carried(self) -> dict[str, OffDeviceTensor]:
+        """Parameters that are brought to the device for each use."""
+        return {name: memory for name, memory in self.offloaded.items() if not memory.is_on_device}
+
     def take_origin(self, name: str) -> torch.Tensor | None:
         """Remove and return the origin of a parameter, or None; warn if an earlier optimizer took it."""
         storage = self.origin.pop(name, None)
@@ -166,11 +171,13 @@ class Unit:
     def fetch(self, memory: OffDeviceTensor) -> torch.Tensor:
         """Return a parameter's shard on the device; the first request of a gather fetches the whole unit."""
         self._hold(memory)
+        if memory.is_on_device:
+            return memory.flat
         if memory.name not in self._fetched:
             carrier = self.carrier() if self.carrier is not None else None
             if carrier is None:
                 self.wait_for_update()
-                self._fetched = {name: held.flat.to(held.device, copy=True) for name, held in self.offloaded.items()}
+                self._fetched = {name: held.flat.to(held.device, copy=True) for name, held in self.carried.items()}
             else:
                 self._fetched = carrier.fetch(self)
         return self._fetched.pop(memory.name)
@@ -214,7 +221,7 @@ class Unit:
         held = self.offloaded[memory.name]
         if memory is not held:
             self.await_update()
-            memory.move_to(held.storage)
+            memory.replace(held)
             self.offloaded[memory.name] = memory
 
     def note_missing(self, missing: frozenset[str]) -> None:

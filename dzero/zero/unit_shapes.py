@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from dzero.mesh import EXPERT, TENSOR
+from dzero.zero.quantized_weights import WeightCodec
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class ParamShape:
         split: Place in the whole parameter, if another axis cuts or replicates it; otherwise None.
         fused: Whether its last two dimensions are one in the model as built, with several results side by side
             (parallel/tensor/conv1d.py).
+        codec: Format in which it is stored, if quantized (`precision.frozen`).
     """
 
     name: str
@@ -49,6 +51,7 @@ class ParamShape:
     trainable: bool
     split: Split | None = None
     fused: bool = False
+    codec: WeightCodec | None = None
 
     @property
     def elems(self) -> int:
@@ -81,6 +84,12 @@ class ParamShape:
         rows = -(-self.shape[0] // ranks)
         return -(-rows // replica_shards) * self.row_elems
 
+    def shard_bytes(self, ranks: int, itemsize: int) -> int:
+        """Return the stored bytes of the largest of `ranks` shards; `itemsize` is that of the working dtype."""
+        if self.codec is None:
+            return self.shard_elems(ranks) * itemsize
+        return -(-self.shape[0] // ranks) * self.codec.row_bytes(self.row_elems)
+
 
 @dataclass(frozen=True)
 class UnitShape:
@@ -104,6 +113,15 @@ class UnitShape:
     def shard_elems(self, ranks: int, replica_shards: int = 1, *, trainable_only: bool = False) -> int:
         """Return the elements of one rank's padded shards, or of its replica shards."""
         return sum(p.shard_elems(ranks, replica_shards) for p in self.params if p.trainable or not trainable_only)
+
+    def shard_bytes(self, ranks: int, itemsize: int) -> int:
+        """Return the stored bytes of one rank's padded shards; `itemsize` is that of the working dtype."""
+        return sum(p.shard_bytes(ranks, itemsize) for p in self.params)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any of its parameters is stored quantized."""
+        return any(p.codec is not None for p in self.params)
 
 
 def rows_of(rows: int, *cuts: tuple[int, int]) -> tuple[int, int]:

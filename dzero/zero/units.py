@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import nn
@@ -39,6 +39,7 @@ from dzero.parallel.tensor.conv1d import FusedProjection, RowsProjection
 from dzero.parallel.tiling.tile import find_tiles
 from dzero.utils.torch_internals import registered
 from dzero.zero.dtensors import local_of
+from dzero.zero.quantized_weights import BLOCK_ELEMS, WeightCodec
 from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 
 ROOT = "root"
@@ -266,11 +267,38 @@ def slots_by_unit(
     return slots
 
 
-def shapes_of(slots: Mapping[str, Sequence[ParamSlot]], units: Units, roots: Sequence[nn.Module]) -> list[UnitShape]:
-    """Return the unsharded shapes of the units, which include the `roots` of `roots_of`."""
+def shapes_of(
+    slots: Mapping[str, Sequence[ParamSlot]],
+    units: Units,
+    roots: Sequence[nn.Module],
+    codec: WeightCodec | None = None,
+) -> list[UnitShape]:
+    """Return the unsharded shapes of the units, which include the `roots` of `roots_of`.
+
+    `codec` is the format of frozen matrices; None leaves them in the working dtype.
+    """
     last = {*roots, *(end[1] for root in roots if (end := _vouched_end(root, OUTPUT)) is not None)}
     closing = {name for name, modules in units if not last.isdisjoint(modules)}
-    return [UnitShape(name, tuple(map(shape_of, of_unit)), name in closing) for name, of_unit in slots.items()]
+    shapes = []
+    for name, of_unit in slots.items():
+        params = [(slot, shape_of(slot)) for slot in of_unit]
+        stored = [
+            replace(param, codec=codec) if codec and name not in closing and _is_quantized(slot, param) else param
+            for slot, param in params
+        ]
+        shapes.append(UnitShape(name, tuple(stored), name in closing))
+    return shapes
+
+
+def _is_quantized(slot: ParamSlot, param: ParamShape) -> bool:
+    """Return whether a frozen parameter is stored quantized: the matrix of a linear layer, or those of experts.
+
+    Embeddings, heads, routers and norms have few elements and lose most. The rows of others may not be whole blocks.
+    """
+    linear = isinstance(slot.owner, nn.Linear) or type(slot.owner).__name__ == "Conv1D"
+    experts = len(param.shape) == 3 and type(slot.owner).__module__ != nn.Conv1d.__module__
+    matrix = len(param.shape) == 2 and linear and slot.attribute == "weight"
+    return not param.trainable and (matrix or experts) and param.row_elems % BLOCK_ELEMS == 0
 
 
 def shape_of(slot: ParamSlot) -> ParamShape:
