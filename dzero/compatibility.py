@@ -245,6 +245,12 @@ FROZEN = (
     idle("offload.frozen", "params.frozen=false", "", "", ""),
     idle("precision.frozen", "params.quantized=false", "", "", ""),
     Rule(
+        "precision.frozen!=param adapter.use_dora=true",
+        "the norms of rows would start from weights before they are quantized",
+        "adapter.use_dora=false, or precision.frozen=param",
+        f"{OF_A_FOLDER} precision.frozen=nf4 adapter.use_dora=true",
+    ),
+    Rule(
         "offload.frozen!=device|null zero.stage=1|2",
         "only stages 0 and 3 free parameters after use",
         "zero.stage=3, or offload.frozen=device",

@@ -32,6 +32,10 @@ LIBRARY = {"zero", "precision", "offload", "axis"}
 IN_PYTHON = {
     "zero.stage=0 axis.shard>1": {"zero.stage": 0, "axis.shard": 2},
     "precision.moments=int8 param.fused": {"precision.moments": "int8", "param.fused": "qkv.weight"},
+    "offload.frozen params.frozen=false": {"offload.frozen": "host", "params.frozen": False},
+    "precision.frozen params.quantized=false": {"precision.frozen": "nf4", "params.quantized": False},
+    "offload.frozen!=device|null mesh.ep>1": {"offload.frozen": "host", "mesh.ep": 2},
+    "precision.frozen!=param mesh.ep>1": {"precision.frozen": "nf4", "mesh.ep": 2},
 }
 """Settings of the rules that no command line meets; `tests/zero` and `tests/parallel` reach them by `shard`."""
 
@@ -84,7 +88,7 @@ def test_its_advice_lifts_the_refusal(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.example], ids=lambda rule: rule.when)
 def test_rules_that_only_python_meets_refuse(rule: Rule) -> None:
     with pytest.raises(ValueError, match=re.escape(rule.why)):
-        check_compatible(Settings(IN_PYTHON[rule.when]))
+        check_compatible(Settings(IN_PYTHON[rule.when], changed=frozenset(IN_PYTHON[rule.when])))
 
 
 def of_library(rule: Rule) -> bool:

@@ -47,6 +47,7 @@ class SavedBase(TypedDict):
 
     config: dict[str, Any]
     checksum: str
+    frozen: NotRequired[str]
 
 
 class SavedExtra(TypedDict):

@@ -17,9 +17,10 @@ NO_DIFFERENCE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype"
 """Keys of config.json that do not change the model."""
 
 
-def base_record(model: nn.Module, weights: Mapping[str, Readable]) -> dict[str, Any]:
+def base_record(model: nn.Module, weights: Mapping[str, Readable], frozen: str) -> dict[str, Any]:
     """Return the config.json of a model of transformers, and a checksum of its stored weights, as JSON values.
 
+    `frozen` is `precision.frozen`, which decides on the values that adapters were trained beside.
     The checksum is of the names and shapes of all tensors, and of one row of each, so that few bytes are read.
     """
     config = json.loads(base_of(model).config.to_json_string())
@@ -31,6 +32,7 @@ def base_record(model: nn.Module, weights: Mapping[str, Readable]) -> dict[str, 
     return {
         "config": {key: value for key, value in config.items() if key not in NO_DIFFERENCE},
         "checksum": digest.hexdigest(),
+        "frozen": frozen,
     }
 
 
@@ -42,4 +44,7 @@ def base_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     both = was["config"].keys() & now["config"].keys()
     if keys := sorted(key for key in both if was["config"][key] != now["config"][key]):
         return f"its {keys[0]} was {was['config'][keys[0]]}, is {now['config'][keys[0]]}"
-    return "" if was["checksum"] == now["checksum"] else "its weights have other values"
+    if was["checksum"] != now["checksum"]:
+        return "its weights have other values"
+    before = was.get("frozen", "param")
+    return "" if before == now["frozen"] else f"precision.frozen was {before}, is {now['frozen']}"

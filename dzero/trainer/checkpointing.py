@@ -189,7 +189,7 @@ class RunCheckpoints:
         other = "it holds no adapters" if was is None else base_difference(was, self._base)
         if other:
             what = f"its adapters belong to another model than that in {self._config.model.weights_folder}: {other}"
-            raise CheckpointError(str(resumed.path), f"{what}; take the model that the run began with")
+            raise CheckpointError(str(resumed.path), f"{what}; take the one that the run began with")
 
     def _drift(self, resumed: Resumed) -> list[str]:
         """Return a message for each setting that differs from the saved run."""

@@ -289,7 +289,8 @@ def test_frozen_weights_take_two_bytes_and_no_traffic(pool: Pool, model: Path, t
     shards = 1 if stage == 0 else 2
     for found in pool.run(rested, 2, line, tmp_path):
         held, foreseen = found["held"], found["foreseen"]
-        assert held["param"] == foreseen.param == 2 * (frozen + added) // shards
+        assert held["param"] == foreseen.param == 2 * added // shards
+        assert held["frozen"] == foreseen.frozen == 2 * frozen // shards
         assert held["master"] == foreseen.master == 4 * added // shards
         assert held["moments"] == foreseen.moments == 8 * added // shards
         assert found["agrees"]
