@@ -240,8 +240,8 @@ class _Device:
         unit = self._order[at - 1] if backward else span.unit
         if backward and unit in self._kept:
             return 0
-        ranks = self._own[unit].shard
-        return ranks * self._units[unit].shard_bytes(ranks, self._itemsize) if ranks > 1 else self._packed[unit]
+        ranks, packed = self._own[unit].shard, self._packed[unit]  # FSDP2 takes what is packed out of the buffer first
+        return ranks * (self._units[unit].shard_bytes(ranks, self._itemsize) + packed) if ranks > 1 else 2 * packed
 
     def _reducing(self, unit: str) -> int:
         """Return the bytes of the buffer that was reduced last.
