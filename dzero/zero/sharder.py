@@ -92,7 +92,7 @@ class Sharder:
         scalars: Places,
     ) -> None:
         self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
-        self.scalars = scalars
+        self.scalars, self.values_on = scalars, device
         self.stages, self.roots = stages, roots_of(model, stages)
         self.ledger = Ledger() if experts is None else experts.ledger
         if materialise is not None:
@@ -198,6 +198,11 @@ class Sharder:
                 continue
             kind = "param" if param.trainable else FROZEN
             away = param.name in self.off_device[kind]
+            if param.codec is not None and self.values_on.type == "meta":
+                raise ValueError(
+                    f"precision.frozen={param.codec.name}: {param.name} has no values on meta that could be quantized; "
+                    "pass init= with materialise, and no device"
+                )
             if param.codec is not None:
                 memory.quantize(param.codec, param.shape, on_device=not away)
             if away and self.layout.tiers[kind][0] == "disk":

@@ -17,6 +17,7 @@ from dzero import (
     CheckpointConfig,
     Checkpointer,
     DiskConfig,
+    ModelInit,
     OffloadConfig,
     PrecisionConfig,
     Sharded,
@@ -267,6 +268,17 @@ def test_weights_that_are_written_are_quantized_anew(pool: Pool, tier: str) -> N
         CODECS["nf4"].decode(CODECS["nf4"].encode(first.data), first.data)
     assert all(torch.equal(found[name], param) for name, param in model.named_parameters())
     torch.testing.assert_close(found["loss"], loss_of(model, batches()[0]).detach(), rtol=1e-6, atol=0)
+
+
+def without_values(rank: int, ranks: int) -> None:
+    with torch.device("meta"):
+        model = net()
+    shard(model, 3, precision=PrecisionConfig(frozen="nf4"), init=ModelInit(device=torch.device("meta")))
+
+
+def test_weights_without_values_are_refused(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"precision.frozen=nf4: blocks.0.up.weight has no values on meta"):
+        pool.run(without_values, 1)
 
 
 def refused(rank: int, ranks: int, model: nn.Module, kind: str, tier: str | None) -> None:
