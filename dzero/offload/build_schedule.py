@@ -38,7 +38,7 @@ def _params(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]
     if not any(buffer_layout.on_host(kind, param.name) for param in unit.params for kind in ("param", FROZEN)):
         return []
     load = _from_disk(buffer_layout, "param", unit)
-    source = ["param", FROZEN] + (["master"] if buffer_layout.own and not buffer_layout.waiting and not load else [])
+    source = ["param", FROZEN, *(["master"] if buffer_layout.own and _in_place(buffer_layout, unit) else [])]
     fill = _visit(buffer_layout, "param", unit) if load else []
     return [*fill, *load, *_on(buffer_layout, ActionKind.FETCH, "param", unit, source)]
 
@@ -72,7 +72,7 @@ def _update(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]
     if fetched:
         actions += _on(buffer_layout, ActionKind.FETCH, "grad", unit, ["grad"])
     if here:
-        in_place = [] if buffer_layout.waiting or buffer_layout.pairs("param", unit.name) else ["param"]
+        in_place = ["param"] if _in_place(buffer_layout, unit) else []
         actions += _on(
             buffer_layout, ActionKind.COMPUTE, "update", unit, [*GRADS, "master", "moments", "work", "stage", *in_place]
         )
@@ -85,6 +85,12 @@ def _update(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]
     if any(buffer_layout.updated_on_host(name) and not buffer_layout.on_host("param", name) for name in names):
         actions += _on(buffer_layout, ActionKind.FETCH, "work", unit, [made])
     return actions + (_visit(buffer_layout, "states", unit) if buffer_layout.pairs("states", unit.name) else [])
+
+
+def _in_place(buffer_layout: BufferLayout, unit: UnitShape) -> bool:
+    """Return whether updates on the host write where parameters are fetched from."""
+    spilled = any(param.trainable and buffer_layout.on_disk("param", param.name) for param in unit.params)
+    return not (buffer_layout.waiting or spilled)
 
 
 def _on(

@@ -21,6 +21,7 @@ from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.disk_staging import DiskStaging, DiskStorage
 from dzero.offload.executor import ScheduleExecutor, copy_all
 from dzero.offload.schedule import ActionKey, ActionKind
+from dzero.zero.offload_config import FROZEN
 from dzero.zero.offloaded_param import HostStorage
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
@@ -52,15 +53,17 @@ class ParamPrefetch:
 
     def _take(self, unit: Unit) -> None:
         name = unit.shape.name
-        views = {each: self._view(each) for each in unit.carried}
-        if not self._buffer_layout.pairs("param", name):
-            for each, memory in unit.carried.items():
-                memory.move_to(HostStorage(views[each]))
-            return
-        values = [(views[each], memory.flat) for each, memory in unit.carried.items()]
-        self._staging.visit("param", name, partial(copy_all, values), fresh=True)
+        spilled = []
         for each, memory in unit.carried.items():
-            memory.storage = DiskStorage(self._staging, "param", name, views[each])
+            if any(self._buffer_layout.on_disk(kind, each) for kind in ("param", FROZEN)):
+                spilled.append((memory, self._view(each)))
+            else:
+                memory.move_to(HostStorage(self._view(each)))
+        if spilled:
+            values = [(view, memory.flat) for memory, view in spilled]
+            self._staging.visit("param", name, partial(copy_all, values), fresh=True)
+        for memory, view in spilled:
+            memory.storage = DiskStorage(self._staging, "param", name, view)
 
     def _view(self, name: str) -> torch.Tensor:
         return self._executor.view(self._buffer_layout.at[name, "param"])

@@ -92,7 +92,7 @@ class Sharder:
         scalars: Places,
     ) -> None:
         self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
-        self.scalars, self.values_on = scalars, device
+        self.scalars = scalars
         self.stages, self.roots = stages, roots_of(model, stages)
         self.ledger = Ledger() if experts is None else experts.ledger
         if materialise is not None:
@@ -110,7 +110,7 @@ class Sharder:
         codec = layout.frozen.codec
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots, codec)}
         shapes, tiles = [*self.shapes.values()], count_tiles(model)
-        check_frozen(layout, shapes)
+        check_frozen(layout, shapes, device)
         check_tables(layout, shapes, tiles=tiles)
         check_splits(shapes, groups_of_model, tiles=tiles)
         check_experts(shapes, mesh, experts, layout.model_ranks)
@@ -198,11 +198,6 @@ class Sharder:
                 continue
             kind = "param" if param.trainable else FROZEN
             away = param.name in self.off_device[kind]
-            if param.codec is not None and self.values_on.type == "meta":
-                raise ValueError(
-                    f"precision.frozen={param.codec.name}: {param.name} has no values on meta that could be quantized; "
-                    "pass init= with materialise, and no device"
-                )
             if param.codec is not None:
                 memory.quantize(param.codec, param.shape, on_device=not away)
             if away and self.layout.tiers[kind][0] == "disk":

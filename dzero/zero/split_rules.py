@@ -54,9 +54,15 @@ def check_tables(layout: Layout, units: list[UnitShape], *, tiles: int) -> None:
         check_compatible(layout.settings.having({"param.fused": fused[0]}))
 
 
-def check_frozen(layout: Layout, units: list[UnitShape]) -> None:
-    """Raise ValueError if settings of frozen parameters have no effect, since there are none that they are about."""
+def check_frozen(layout: Layout, units: list[UnitShape], device: torch.device) -> None:
+    """Raise ValueError if settings of frozen parameters have no effect, or there are no values to quantize."""
     frozen = any(not param.trainable for unit in units for param in unit.params)
     check_compatible(
         layout.settings.having({"params.frozen": frozen, "params.quantized": any(unit.quantized for unit in units)})
     )
+    quantized = next((param for unit in units for param in unit.params if param.codec is not None), None)
+    if quantized is not None and quantized.codec is not None and device.type == "meta":
+        raise ValueError(
+            f"precision.frozen={quantized.codec.name}: {quantized.name} has no values on meta that could be quantized; "
+            "pass init= with materialise, and no device"
+        )

@@ -137,6 +137,7 @@ def tiers(folder: Path) -> dict[str, OffloadConfig]:
         "all on the host": OffloadConfig(**every),
         "frozen on the device": OffloadConfig(**every, frozen="device"),
         "frozen on disk, the rest on the host": OffloadConfig(**every, frozen="disk", disk=disk),
+        "frozen on the host, the rest on disk": OffloadConfig(**dict.fromkeys(every, "disk"), frozen="host", disk=disk),
         "all on disk": OffloadConfig(**dict.fromkeys(every, "disk"), disk=disk),
     }
 
