@@ -332,15 +332,54 @@ def test_adapters_have_their_own_learning_rate_unless_one_is_given(model: Path, 
     assert found == [1e-5, 2e-4, 3e-3]
 
 
-def test_the_command_trains_adapters_that_a_checkpoint_alone_cannot_export(model: Path, tmp_path: Path) -> None:
+def test_the_command_trains_adapters_that_a_checkpoint_exports_alone_or_merged(model: Path, tmp_path: Path) -> None:
     settings = ["adapter=lora", "train.epochs=4", "optim.lr=1e-2", "checkpoint.every=1000", "export.merge=true"]
     line = [sys.executable, str(ROOT / "train.py"), *words(model, tmp_path, *settings)]
     ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "736 k parameters, 14.3 k of them trained, in 5 units" in ended.stdout
     (folder,) = tmp_path.glob("outputs/*/*/model")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert merged.num_parameters() == transformers.AutoModelForCausalLM.from_pretrained(model).num_parameters()
-    exported = command("export", tmp_path / "checkpoints", tmp_path / "out", "--dtype", "bf16")
-    assert exported.returncode != 0
-    assert "it holds adapters, without the model that they belong to" in exported.stderr
+    want = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+    def exported(name: str, *options: str) -> Any:
+        made = command("export", tmp_path / "checkpoints", tmp_path / name, *options)
+        assert made.returncode == 0, made.stderr
+        return tmp_path / name
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for param in base.parameters():  # ties are rounded away from zero in training
+        param.data = to_working(param.data, torch.bfloat16)
+    tuned = peft.PeftModel.from_pretrained(base, exported("adapter")).merge_and_unload().state_dict()
+    moved = tmp_path / "moved"
+    shutil.copytree(model, moved)
+    for found in (
+        tuned,
+        *(
+            transformers.AutoModelForCausalLM.from_pretrained(exported(name, "--merge", *options)).state_dict()
+            for name, options in {"merged": [], "merged elsewhere": ["--base", str(moved)]}.items()
+        ),
+    ):
+        assert found.keys() == want.keys()
+        assert all(torch.equal(value, want[name]) for name, value in found.items())
+
+
+def test_adapters_are_merged_into_the_model_alone_that_they_belong_to(pool: Pool, model: Path, tmp_path: Path) -> None:
+    every = ["train.epochs=null", "train.steps=1", "checkpoint.every=1", f"checkpoint.folder={tmp_path / 'saved'}"]
+    line = [*LORA[:3], "train.microbatch_sequences=4", "data.held_out=0", "export.at_end=false", *every]
+    pool.run(ran, 1, words(model, tmp_path, *line), tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    stored = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**stored, name: stored[name] + 1}, other / "model.safetensors", metadata={"format": "pt"})
+
+    def refused(*options: str) -> str:
+        made = command("export", tmp_path / "saved", tmp_path / "out", *options)
+        assert made.returncode != 0
+        return made.stderr
+
+    told = refused("--merge", "--base", str(other))
+    assert "the adapters belong to another model: its weights have other values; give the folder" in told
+    assert "the model that the adapters belong to is not there" in refused("--merge", "--base", str(tmp_path / "none"))
+    assert "has no effect without --merge" in refused("--base", str(other))
+    assert not (tmp_path / "out").exists()
