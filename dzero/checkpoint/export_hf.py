@@ -102,7 +102,7 @@ def plan(
     if shard_bytes < 1:
         raise ValueError(f"--shard-bytes={shard_bytes}: must be a whole number ≥ 1")
     if base is not None and not merge:
-        raise ValueError(f"--base={base} has no effect without --merge: adapters alone are exported; remove it")
+        raise ValueError(f"--base={base}: the model is only read to merge adapters into it; add --merge")
     described = _described(checkpoint)
     if merge and described.adapter is None:
         raise CheckpointError(str(checkpoint.path), "it holds no adapters to merge: leave --merge away")

@@ -73,16 +73,11 @@ def trained(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[st
     return {"first": first, "losses": losses, "last": adapters(trainer)}
 
 
-def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str, **more: bool) -> dict[str, Any]:
+def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str, **more: Any) -> dict[str, Any]:
     """Plain peft in one process, every conversation by itself, from the same adapters."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    settings = peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj", "v_proj", "down_proj"],
-        rank_pattern={"down_proj": 2},
-        task_type="CAUSAL_LM",
-        **more,
-    )
+    given = {"target_modules": ["q_proj", "v_proj", "down_proj"], **more}
+    settings = peft.LoraConfig(r=4, rank_pattern={"down_proj": 2}, task_type="CAUSAL_LM", **given)
     model = peft.get_peft_model(base, settings)
     named = dict(model.named_parameters())
     assert {name for name, param in named.items() if param.requires_grad} == first.keys()
@@ -307,7 +302,8 @@ REFUSED = [
     ("adapter=lora adapter.layers_to_transform=[-1]", "must be indices of blocks"),
     ("adapter=lor", "adapter=lor: choose one of"),
     ("adapter.r=4", "adapter.r=4 has no effect with adapter.kind=none"),
-    ("adapter=lora mesh.pp=2", "adapter.kind=lora with mesh.pp=2"),
+    ("adapter=lora adapter.use_dora=true mesh.tp=2", "adapter.use_dora=true with mesh.tp=2"),
+    ("adapter=lora block.tiles=2", "adapter.kind=lora with block.tiles=2"),
 ]
 
 
@@ -381,5 +377,5 @@ def test_adapters_are_merged_into_the_model_alone_that_they_belong_to(pool: Pool
     told = refused("--merge", "--base", str(other))
     assert "the adapters belong to another model: its weights have other values; give the folder" in told
     assert "the model that the adapters belong to is not there" in refused("--merge", "--base", str(tmp_path / "none"))
-    assert "has no effect without --merge" in refused("--base", str(other))
+    assert "is only read to merge adapters into it; add --merge" in refused("--base", str(other))
     assert not (tmp_path / "out").exists()
