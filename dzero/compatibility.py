@@ -398,6 +398,7 @@ ADAPTERS = (
             ("target_modules", "all-linear"),
             ("exclude_modules", "[q_proj]"),
             ("layers_to_transform", "[0]"),
+            ("modules_to_save", "[lm_head]"),
             ("use_rslora", "true"),
             ("use_dora", "true"),
             ("rank_pattern", "{q_proj:4}"),

@@ -103,14 +103,16 @@ def settings_from(text: str) -> Any:
 
 
 def renamed_settings(values: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings in which modules have other names: each word of `words` is replaced, also inside of a pattern."""
-
-    def renamed(name: str) -> str:
-        return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), name)
+    """Return settings in which modules have other names; see `renamed`."""
 
     def each(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {renamed(name): entry for name, entry in value.items()}
-        return value if value is None else [renamed(name) for name in value]
+            return {renamed(name, words): entry for name, entry in value.items()}
+        return value if value is None else [renamed(name, words) for name in value]
 
     return {key: each(value) if key in NAMED and not isinstance(value, str) else value for key, value in values.items()}
+
+
+def renamed(name: str, words: Mapping[str, str]) -> str:
+    """Return a name, or a pattern of names, with each of its `words` replaced."""
+    return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), name)

@@ -13,7 +13,8 @@ All other parameters of the model keep their names, and are not trained either.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from dzero.errors import converting, import_optional
 from dzero.models.adapter_config import ALL_LINEAR, AdapterConfig
-from dzero.models.adapter_names import BASE, MAGNITUDE, renamed_settings
+from dzero.models.adapter_names import BASE, COPY, MAGNITUDE, ORIGINAL, renamed, renamed_settings
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.llama_names import OURS, PUBLISHED
@@ -54,7 +55,7 @@ class Adapters:
     def first_values(self, weights: Mapping[str, Readable]) -> dict[str, Readable]:
         """Return the tensors that parameters start from, by name, for `weights` by name before the injection."""
         own = {self.renamed[name]: value for name, value in weights.items()}
-        copied = {name: own[original] for name, original in self.copies.items()}
+        copied = {name: own[original] for name, original in self.copies.items() if original in own}
         return own | copied | {name: RowNorms((own[weight],)) for name, weight in self.magnitudes.items()}
 
 
@@ -78,21 +79,30 @@ def add_adapters(model: nn.Module, config: AdapterConfig, base: str | None = Non
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(Path(base).absolute()) if base is not None and Path(base).is_dir() else base,
     }
+    trained_whole = _trained_whole(model, part, values["modules_to_save"] or ())
     settings = peft.LoraConfig(**common, **values)
     known = f"this model has {_linear_names(model)}"
     with converting(_described(config), ValueError, repair=known), torch.device("meta"):
         peft.inject_adapter_in_model(settings, part, adapter_name=NAME, low_cpu_mem_usage=True)
+    for wrapper in map(part.get_submodule, trained_whole):
+        wrapper.get_submodule(ORIGINAL).requires_grad_(False)
+        wrapper.get_submodule(COPY).requires_grad_(True)
     if isinstance(model, Llama):  # as the folder of the adapters names modules
         settings = peft.LoraConfig(**common, **renamed_settings(values, PUBLISHED))
         model.peft_config = {NAME: settings}  # type: ignore[assignment]
     after: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         after.setdefault(id(tensor), []).append(name)
-    renamed = {name: after[tensor].pop(0) for name, tensor in before.items()}
+    renamed_tensors = {name: after[tensor].pop(0) for name, tensor in before.items()}
     magnitudes = {
         f"{name}.{MAGNITUDE}.{NAME}.weight": f"{name}.{BASE}weight" for name in lora_layers(model) if config.use_dora
     }
-    return Adapters(renamed, _initializers(peft, model, config), magnitudes, {})
+    copies = {
+        name: name.replace(f".{COPY}.{NAME}.", f".{ORIGINAL}.")
+        for name in model.state_dict()
+        if f".{COPY}.{NAME}." in name
+    }
+    return Adapters(renamed_tensors, _initializers(peft, model, config), magnitudes, copies)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -133,6 +143,34 @@ def _part_and_settings(peft: Any, model: nn.Module, config: AdapterConfig) -> tu
         linear = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head}
         values["target_modules"] = sorted({name.rpartition(".")[2] for name in linear})
     return _Inside(model), renamed_settings(values, OURS)
+
+
+def _trained_whole(model: nn.Module, part: nn.Module, ends: Sequence[str]) -> list[str]:
+    """Return the names of the modules of `part` whose names have one of these ends; peft finds them the same way.
+
+    Raises:
+        ValueError: If an end is that of no module, of modules that it does not name, or of one with tied weights.
+    """
+    words = PUBLISHED if isinstance(model, Llama) else {}
+    users = Counter(param for each in model.modules() for param in each.parameters(recurse=False))
+    every: list[str] = []
+    for end in ends:
+        told = f"adapter.modules_to_save=[{renamed(end, words)}]"
+        found = [name for name, _ in part.named_modules() if renamed(name, words).endswith(renamed(end, words))]
+        if not found:
+            raise ValueError(f"{told}: no module has a name with this end; take the last part of one, such as lm_head")
+        if other := [name for name in found if not f".{name}".endswith(f".{end}")]:
+            raise ValueError(
+                f"{told}: peft takes {renamed(other[0], words)} too, whose name has the same end; give more of the name"
+            )
+        for name in found:
+            if any(users[param] > 1 for param in part.get_submodule(name).parameters()):
+                raise ValueError(
+                    f"{told}: the weight of {name} is that of another module too (tie_word_embeddings), which would be "
+                    "trained apart from it; take a model whose weights are not tied, or adapters beside other modules"
+                )
+        every += found
+    return every
 
 
 def _described(config: AdapterConfig) -> str:

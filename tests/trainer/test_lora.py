@@ -29,6 +29,7 @@ from dzero.models.build import build
 from dzero.models.config import ModelConfig
 from dzero.overrides import composed
 from dzero.plan.meta_model import model_of, units_of
+from dzero.trainer.export import export
 from dzero.trainer.trainer import Trainer
 from dzero.zero.cost_model import resting_bytes
 from dzero.zero.rounding import to_working
@@ -37,6 +38,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 STEPS = 3
+COPY = ".modules_to_save."
 LORA = [
     "adapter=lora",
     "adapter.r=4",
@@ -59,7 +61,11 @@ RULES = {
 
 def adapters(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The whole adapters, by the names of peft's own model."""
-    state = {name: whole(value) for name, value in trainer.sharded.model.state_dict().items() if ".lora_" in name}
+    state = {
+        name: whole(value)
+        for name, value in trainer.sharded.model.state_dict().items()
+        if ".lora_" in name or COPY in name
+    }
     return {f"base_model.model.{name.removeprefix('model.')}": value for name, value in state.items()}
 
 
@@ -83,7 +89,7 @@ def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str, **more: Any)
     assert {name for name, param in named.items() if param.requires_grad} == first.keys()
     with torch.no_grad():
         for name, value in first.items():
-            if ".lora_magnitude_" in name:
+            if ".lora_magnitude_" in name or COPY in name:
                 torch.testing.assert_close(value, named[name], rtol=1e-6, atol=0)
             named[name].copy_(value)
     params = [named[name] for name in first]
@@ -156,6 +162,38 @@ def test_stages_and_tiers_have_the_same_bits(pool: Pool, model: Path, tmp_path: 
     for other in others:
         assert other["losses"] == first["losses"]
         assert all(torch.equal(value, first["last"][name]) for name, value in other["last"].items())
+
+
+def test_modules_are_trained_whole_beside_adapters_as_peft_does(pool: Pool, model: Path, tmp_path: Path) -> None:
+    settings = [*RULES["SGD"], "adapter.modules_to_save=[embed_tokens,lm_head]", "zero.stage=3", "precision=fp32"]
+    settings += ["train.microbatch_sequences=16", "export.at_end=true"]
+    for name in ("adapters", "merged"):
+        (tmp_path / name).mkdir()
+        line = words(model, tmp_path, *LORA, *settings, f"export.merge={str(name == 'merged').lower()}")
+        found = pool.run(trained_and_exported, 2, line, tmp_path / name)[0]
+    want = oracle(model, found["first"], "SGD", modules_to_save=["embed_tokens", "lm_head"])
+    assert sum(COPY in name for name in want["last"]) == 2
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-6)
+    for name, value in want["last"].items():
+        torch.testing.assert_close(found["last"][name], value, rtol=0, atol=1e-6)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapters" / "model")
+    state = tuned.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in found["last"].items())
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "model", dtype="auto").state_dict()
+    whole_model = tuned.merge_and_unload().state_dict()
+    assert merged.keys() == whole_model.keys()
+    assert all(torch.equal(value, whole_model[name]) for name, value in merged.items())
+
+
+def trained_and_exported(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
+    """What a few steps do, which leave a folder."""
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    first = adapters(trainer)
+    losses = [trainer.step(step, Silent()).loss for step in range(1, STEPS + 1)]
+    trainer.optim.synchronize()
+    export(trainer.config, trainer.sharded, folder)
+    return {"first": first, "losses": losses, "last": adapters(trainer)}
 
 
 def exported(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, torch.Tensor]:
@@ -296,6 +334,8 @@ REFUSED = [
     ("adapter=lora adapter.target_modules=[q_prj]", "adapter.target_modules=\\['q_prj'\\]: peft finds no such modules"),
     ("adapter=lora adapter.target_modules=[norm]", "norm"),
     ("adapter=lora adapter.target_modules=[]", "must be null, all-linear or a list of names"),
+    ("adapter=lora adapter.modules_to_save=[head]", "peft takes lm_head too, whose name has the same end"),
+    ("adapter=lora adapter.modules_to_save=[no]", r"modules_to_save=\[no\]: no module has a name with this end"),
     ("adapter=lora adapter.r=0", "adapter.r=0: must be a whole number"),
     ("adapter=lora adapter.lora_dropout=1", "adapter.lora_dropout=1.*: must be a number in"),
     ("adapter=lora adapter.rank_pattern={q_proj:0}", "adapter.rank_pattern="),
@@ -318,6 +358,12 @@ def test_an_adapter_on_tied_weights_is_refused() -> None:
     config = ModelConfig(kind="hf", name_or_path="gpt2")
     with pytest.raises(ValueError, match=r"weight of model\.transformer\.wte is that of model\.lm_head\.weight too"):
         add_adapters(build(config), AdapterConfig(kind="lora", target_modules=["wte"]))
+
+
+def test_a_module_of_tied_weights_is_not_trained_whole() -> None:
+    config = AdapterConfig(kind="lora", target_modules=["c_attn"], modules_to_save=["wte"])
+    with pytest.raises(ValueError, match=r"weight of transformer\.wte is that of another module too"):
+        add_adapters(build(ModelConfig(kind="hf", name_or_path="gpt2")), config)
 
 
 def test_adapters_have_their_own_learning_rate_unless_one_is_given(model: Path, tmp_path: Path) -> None:
