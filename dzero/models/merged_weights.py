@@ -74,7 +74,7 @@ def merged_weights(adapted: AdaptedDecoder, values: Mapping[str, Readable]) -> d
             if f".{COPY}." in f".{name}":
                 found[saved_name(name, adapted.adapter) or name] = value
             elif f".{ORIGINAL}." not in f".{name}":
-                found[name] = value
+                found[name.replace(f".{BASE}", ".")] = value  # of a layer whose only adapter was deleted
         elif name == f"{layer}.{BASE}weight":
             own = [f"{BASE}weight", *(each for each in layers[layer].state_dict() if not each.startswith(BASE))]
             if missing := [each for each in own if f"{layer}.{each}" not in values]:

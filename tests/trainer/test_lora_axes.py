@@ -16,8 +16,14 @@ from test_finetune import words
 from test_lora import LORA, RULES, STEPS, oracle
 from test_token_loss import Silent
 
+from dzero.estimate.fake_group import fake_group
+from dzero.mesh import make_mesh
+from dzero.models.adapter_config import AdapterConfig
+from dzero.models.adapters import add_adapters
+from dzero.models.hf import HFDecoder
 from dzero.models.published import published_name
 from dzero.overrides import composed
+from dzero.parallel.parallelize import parallelize
 from dzero.trainer.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
@@ -142,6 +148,16 @@ def test_a_run_leaves_the_folder_that_one_process_leaves(
         state = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, two))
         assert state.keys() == found.keys()
         assert all(torch.equal(state[name], value) for name, value in found.items())
+
+
+def test_an_adapter_that_is_not_cut_along_with_its_matrix_is_refused() -> None:
+    with torch.device("meta"):
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4}
+        model = HFDecoder(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+    add_adapters(model, AdapterConfig(kind="lora", target_modules=["c_attn"]))
+    told = r"tp=2: model.transformer.h.0.attn.c_attn is a Conv1D, whose adapter is not cut along with it; name other"
+    with fake_group(2), pytest.raises(ValueError, match=told):
+        parallelize(model, make_mesh("cpu", tp=2))
 
 
 def ran(rank: int, ranks: int, kind: str, settings: list[str], folder: Path) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import dzero as command
 from parity_cells import whole
 from pool import Pool
 from torch import Tensor, nn
@@ -105,3 +106,33 @@ def test_an_adapter_that_no_optimizer_has_is_refused_at_the_step(pool: Pool) -> 
     for told in pool.run(switched, 2):
         assert "was frozen in shard() and requires gradients now, which no optimizer would use" in told
         assert "unfreeze all before shard(), then call set_adapter()" in told
+
+
+def checkpointed(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+    """Train one adapter and save a checkpoint; the adapter."""
+    model = two_adapters(unfrozen=False)
+    model.delete_adapter("b")
+    sharded = dzero.shard(model, stage=3, precision="fp32")
+    optim = dzero.AdamW(sharded, lr=1e-2)
+    sharded.model(tokens(), labels=tokens()).loss.backward()
+    optim.step()
+    with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+        checkpoints.save(1, {"model": dzero.describe(sharded.model)})
+        checkpoints.finish()
+    dzero.save_pretrained(sharded, folder / "merged by the loop", merge=True)
+    return adapters(sharded.model)
+
+
+def test_a_checkpoint_of_a_loop_is_exported_alone_and_merged(pool: Pool, tmp_path: Path) -> None:
+    want = pool.run(checkpointed, 2, tmp_path / "checkpoints")[0]
+    base = two_adapters(unfrozen=False).unload()
+    base.save_pretrained(tmp_path / "base")
+    for name, options in {"adapter": (), "merged": ("--merge", "--base", str(tmp_path / "base"))}.items():
+        made = command("export", tmp_path / "checkpoints", tmp_path / name, "--dtype", "fp32", *options)
+        assert made.returncode == 0, made.stderr
+    state = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
+    assert all(torch.equal(state[name.replace(".a.", ".default.")], value) for name, value in want.items())
+    folders = (tmp_path / "merged", tmp_path / "checkpoints" / "merged by the loop")
+    one, two = (transformers.LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=0, atol=0, msg=lambda told, name=name: f"{name}: {told}")
