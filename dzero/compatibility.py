@@ -407,6 +407,12 @@ ADAPTERS = (
     ),
     idle("export.merge", NO_ADAPTERS, "", "adapter=lora", "export.at_end=true export.merge=true"),
     Rule(
+        f"{LORA} model.kind=moe",
+        "adapters were never tried in the project's mixtures",
+        "model=hf with model.name_or_path, which loads a published Mixtral as well",
+        f"adapter=lora {IMPORT} model.scores=softmax model.shared_experts=0 model.balance=loss",
+    ),
+    Rule(
         f"{LORA} model.weights=false",
         "adapters belong to weights that stay as they are, and random ones would be lost with the run",
         "model.weights=true, or a folder",
