@@ -155,6 +155,8 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=CHECKPOINT)
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--merge", action="store_true", help="of adapters: the whole model, with them merged in")
+    parser.add_argument("--base", metavar="FOLDER", help="with --merge: their model, if it is elsewhere now")
     parser.add_argument("--shard-bytes", type=_whole, default=SHARD_BYTES, help="bytes of tensors in a file")
 
 

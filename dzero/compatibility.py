@@ -447,6 +447,7 @@ ADAPTERS = (
             ("target_modules", "all-linear"),
             ("exclude_modules", "[q_proj]"),
             ("layers_to_transform", "[0]"),
+            ("modules_to_save", "[lm_head]"),
             ("use_rslora", "true"),
             ("use_dora", "true"),
             ("rank_pattern", "{q_proj:4}"),
@@ -455,10 +456,10 @@ ADAPTERS = (
     ),
     idle("export.merge", NO_ADAPTERS, "", "adapter=lora", "export.at_end=true export.merge=true"),
     Rule(
-        f"{LORA} model.kind!=hf",
-        "peft puts adapters into models of transformers",
-        "model=hf with model.name_or_path, which loads a published llama as well",
-        "adapter=lora model.weights=x",
+        f"{LORA} model.kind=moe",
+        "adapters were never tried in the project's mixtures",
+        "model=hf with model.name_or_path, which loads a published Mixtral as well",
+        f"adapter=lora {IMPORT} model.scores=softmax model.shared_experts=0 model.balance=loss",
     ),
     Rule(
         f"{LORA} model.weights=false",
@@ -466,13 +467,17 @@ ADAPTERS = (
         "model.weights=true, or a folder",
         "adapter=lora model=hf model.name_or_path=gpt2",
     ),
-    *(
-        Rule(f"{LORA} {axis}>1", why, f"{axis}=1, or {NO_ADAPTERS}", f"{OF_A_FOLDER} {axis}=2")
-        for axis, why in (
-            ("mesh.tp", "adapters are not cut along with the matrices beside them"),
-            ("mesh.pp", "pipeline stages were never tried with weights that are not trained"),
-            ("block.tiles", "tiles are cut out of matrices without adapters"),
-        )
+    Rule(
+        f"{LORA} block.tiles>1",
+        "tiles are cut out of matrices without adapters",
+        f"block.tiles=1, or {NO_ADAPTERS}",
+        f"{OF_A_FOLDER} block.tiles=2",
+    ),
+    Rule(
+        "adapter.use_dora=true mesh.tp>1",
+        "norms of rows need whole rows, of which a rank has a part",
+        "adapter.use_dora=false, or mesh.tp=1",
+        f"{OF_A_FOLDER} adapter.use_dora=true mesh.tp=2",
     ),
 )
 ADAMW = "optim.rule=adamw"
@@ -637,15 +642,6 @@ RUN = (
         for axis in ("mesh.tp", "mesh.pp", "mesh.cp")
     ),
     idle("export.folder", "export.at_end=false", "", "export.at_end=true", "export.folder=x"),
-    *(
-        Rule(
-            f"export.at_end=true {axis}>1",
-            "a model that is cut along other axes than the data-parallel ones is exported from a checkpoint",
-            f"export.at_end=false, save with checkpoint.every, and run dzero export; or {axis}=1",
-            f"export.at_end=true model={model} {axis}=2",
-        )
-        for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"))
-    ),
     idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
     Rule(
         "schedule.decay_steps!=null schedule.kind!=wsd",

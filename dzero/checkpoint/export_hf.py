@@ -5,6 +5,9 @@
         model.safetensors                     if everything fits in `shard_bytes`, otherwise
         model-00001-of-00003.safetensors …    in the checkpoint's order; no tensor is split
         model.safetensors.index.json          file of each tensor
+    OUT/                                      of adapters alone, for `PeftModel.from_pretrained`
+        adapter_config.json
+        adapter_model.safetensors
 
 An export needs no process group and no device. Tensors are streamed from the ranks' files, at most `PIECE_BYTES` of one
 at a time, and each block is verified before its bytes are used. Parameters are the fp32 masters rounded as in training
@@ -15,14 +18,12 @@ as one tensor per expert, are written in that one: the description of the model 
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,18 @@ from typing import Any
 import msgspec
 import torch
 
+from dzero.checkpoint.adapter_base import Rounded, base_weights
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import BUFFER, DTYPES, StoredBox
+from dzero.checkpoint.format import BUFFER, DTYPES, MASTER, StoredBox
+from dzero.checkpoint.new_folder import new_folder, reported_as_export_error
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.states import values_of
-from dzero.checkpoint.store import PARTIAL, Directory
+from dzero.checkpoint.store import Directory
 from dzero.checkpoint.writer import header, laid_out
-from dzero.hardware import dtype_of, format_bytes
-from dzero.models.conversions import Conversion, convert_all
-from dzero.models.published import KINDS, published_name
+from dzero.hardware import dtype_of
+from dzero.models.adapter_names import FILE as ADAPTER_CONFIG
+from dzero.models.published import KINDS, Description, published_tensors
 from dzero.models.safetensors_reader import INDEX, SINGLE
 from dzero.models.tensor_views import Readable
 from dzero.zero.rounding import to_working
@@ -51,17 +54,19 @@ BASE = "base"
 """Key in a checkpoint's `extra` for the result of `models.base_record.base_record`."""
 EXPORTED = ("bf16", "fp16", "fp32")
 CONFIG = "config.json"
+ADAPTERS = "adapter_model.safetensors"
+"""File of the tensors of adapters, as peft names it."""
 MODEL = "model"
 """Key in a checkpoint's `extra` for the result of `models.published.describe`."""
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Files to write, with the positions of their tensors, and what each tensor is read from."""
+    """Files to write, with the positions of their tensors, what each tensor is read from, and files of text."""
 
     files: dict[str, dict[str, StoredBox]]
     source: Mapping[str, Readable]
-    config: str
+    texts: Mapping[str, str]
 
     @property
     def tensor_bytes(self) -> int:
@@ -69,101 +74,105 @@ class ExportPlan:
         return sum(part.end - part.start for parts in self.files.values() for part in parts.values())
 
 
-def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> ExportPlan:
+def plan(
+    checkpoint: Checkpoint,
+    dtype: str,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    merge: bool = False,
+    base: str | None = None,
+) -> ExportPlan:
     """Plan the export of a checkpoint with parameters in `dtype`: `bf16`, `fp16` or `fp32`.
 
-    A file has at most `shard_bytes` of tensors; a larger tensor gets a file of its own. Raise `CheckpointError` if the
-    checkpoint does not describe its model.
+    Of a model with adapters of peft, these alone are exported, or with `merge` the whole model with the adapters merged
+    into its weights. A file has at most `shard_bytes` of tensors; a larger tensor gets a file of its own.
+
+    Args:
+        checkpoint: The checkpoint, which may be one of adapters without the model that they belong to.
+        dtype: Dtype of all parameters.
+        shard_bytes: Bytes of tensors in a file.
+        merge: Merge the adapters.
+        base: Folder of the model that the adapters belong to; None: the one that the run was given.
+
+    Raises:
+        CheckpointError: If the checkpoint does not describe its model, or has no adapters to merge.
+        ValueError: If an argument is not allowed, or `base` is another model than the one that was trained.
     """
     wanted = dtype_of(dtype, key="--dtype", allowed=EXPORTED)
     if shard_bytes < 1:
         raise ValueError(f"--shard-bytes={shard_bytes}: must be a whole number ≥ 1")
+    if base is not None and not merge:
+        raise ValueError(f"--base={base}: the model is only read to merge adapters into it; add --merge")
     described = _described(checkpoint)
+    if merge and described.adapter is None:
+        raise CheckpointError(str(checkpoint.path), "it holds no adapters to merge: leave --merge away")
     values: dict[str, Readable] = {}
     dtypes: dict[str, torch.dtype] = {}
+    trained = []
+    for own, stored in values_of(checkpoint).items():
+        like = checkpoint.part(stored)
+        dtypes[stored] = DTYPES[like.dtype] if stored.startswith(f"{BUFFER}.") else wanted
+        values[own] = _Values(checkpoint, stored, like.shape, dtypes[stored])
+        trained += [own] if stored.startswith(f"{MASTER}.") else []
+    of_base: dict[str, Rounded] = {}
+    if merge:
+        of_base = base_weights(described, checkpoint.manifest.state["extra"].get(BASE), base, wanted)
+        dtypes |= {value.stored[0]: value.dtype for value in of_base.values()}
     try:
-        for own, stored in values_of(checkpoint).items():
-            name, like = published_name(described.kind, own), checkpoint.part(stored)
-            if name in values:
-                raise ValueError(f"{stored} and {values[name].where} are both {name}")
-            dtypes[stored] = DTYPES[like.dtype] if stored.startswith(f"{BUFFER}.") else wanted
-            values[name] = _Values(checkpoint, stored, like.shape, dtypes[stored])
-        source = convert_all(described.layout, values)
+        source = published_tensors(described, values, trained=trained, base=of_base if merge else None)
     except ValueError as error:
         raise CheckpointError(str(checkpoint.path), str(error)) from error
-    return plan_of(source, dtypes, json.loads(described.config), wanted, shard_bytes)
+    return plan_of(described, source, dtypes, wanted, shard_bytes, merge=merge)
 
 
 def plan_of(
+    described: Description,
     source: Mapping[str, Readable],
     dtypes: Mapping[str, torch.dtype],
-    config: Mapping[str, Any],
     dtype: torch.dtype,
     shard_bytes: int,
+    *,
+    merge: bool = False,
 ) -> ExportPlan:
-    """Return the plan of files with these tensors, and of a config.json that names their `dtype`.
+    """Return the plan of the files with the tensors `source` of a model, or of its adapter.
 
-    `dtypes` has that of each tensor, by the first name that it is stored under.
+    `dtypes` has that of each tensor, by the first name that it is stored under. config.json names `dtype`.
     """
-    told = {**config, "dtype": str(dtype).removeprefix("torch.")}
     parts = {name: StoredBox.unplaced(None, dtypes[each.stored[0]], each.shape) for name, each in source.items()}
-    return ExportPlan(_into_files(parts, shard_bytes), source, json.dumps(told, indent=2, sort_keys=True) + "\n")
+    if described.adapter is not None and not merge:
+        return ExportPlan({ADAPTERS: laid_out(parts)}, source, {ADAPTER_CONFIG: described.adapter.config})
+    told = {**json.loads(described.config), "dtype": str(dtype).removeprefix("torch.")}
+    texts = {CONFIG: json.dumps(told, indent=2, sort_keys=True) + "\n"}
+    planned = ExportPlan(_into_files(parts, shard_bytes), source, texts)
+    if SINGLE not in planned.files:
+        files = {tensor: name for name, of_file in planned.files.items() for tensor in of_file}
+        index = {"metadata": {"total_size": planned.tensor_bytes}, "weight_map": dict(sorted(files.items()))}
+        texts[INDEX] = json.dumps(index, indent=2) + "\n"
+    return planned
 
 
 def export(out: Path, planned: ExportPlan, progress: Callable[[int], None] = lambda count: None) -> None:
-    """Write `planned` to the new folder `out`, which gets this name only when all of it is durable.
+    """Write the planned files into a new folder `out`, which gets its name when all of it is on disk.
 
     `progress` is called with the bytes of each piece that was written. If `out` exists, the disk is too small, the
     checkpoint is damaged, or the dtype cannot hold a value, raise `CheckpointError` and leave nothing behind.
     """
-    out = out.absolute()
-    unfinished = out.with_name(out.name + PARTIAL)
-    for path, whose in ((out, ""), (unfinished, ", left by an export that was stopped or is under way")):
-        if os.path.lexists(path):
-            raise CheckpointError(str(path), f"it is there already{whose}: remove it, or choose another folder")
-    with _told(out.parent):
-        free = shutil.disk_usage(out.parent).free
-    if free < planned.tensor_bytes:
-        needed = f"{format_bytes(planned.tensor_bytes)} to write, {format_bytes(free)} free"
-        raise CheckpointError(str(out), f"{needed}: free space, or choose another disk")
-    with _told(unfinished):
-        unfinished.mkdir()
-    try:
-        with Directory(unfinished) as folder:
-            for name, parts in planned.files.items():
-                _write_tensors(folder, name, parts, planned.source, progress)
-            if SINGLE not in planned.files:
-                files = {tensor: name for name, parts in planned.files.items() for tensor in parts}
-                index = {"metadata": {"total_size": planned.tensor_bytes}, "weight_map": dict(sorted(files.items()))}
-                folder.write(INDEX, (json.dumps(index, indent=2) + "\n").encode())
-            folder.write(CONFIG, planned.config.encode())
-            folder.sync()
-        with _told(out):
-            unfinished.rename(out)
-        with Directory(out.parent) as above:
-            above.sync()
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with new_folder(out, planned.tensor_bytes) as folder:
+        for name, parts in planned.files.items():
+            _write_tensors(folder, name, parts, planned.source, progress)
+        for name, text in planned.texts.items():
+            folder.write(name, text.encode())
 
 
-class _Description(msgspec.Struct):
-    """Model of a checkpoint; see `models.published.describe`."""
-
-    kind: str
-    config: str
-    layout: tuple[Conversion, ...] = ()
-
-
-def _described(checkpoint: Checkpoint) -> _Description:
+def _described(checkpoint: Checkpoint) -> Description:
     """Return the description of the checkpoint's model."""
     extra = checkpoint.manifest.state.get("extra")
     described = extra.get(MODEL) if isinstance(extra, dict) else None
-    if isinstance(extra, dict) and BASE in extra:
+    if described is None and isinstance(extra, dict) and BASE in extra:
         raise CheckpointError(
             str(checkpoint.path),
-            "it holds adapters, without the model that they belong to: resume the run with export.at_end=true, which "
-            "writes a folder that peft loads",
+            "it holds adapters without their settings, as an earlier version saved them: resume the run with "
+            "export.at_end=true, which writes a folder that peft loads",
         )
     if described is None:
         raise CheckpointError(
@@ -172,7 +181,7 @@ def _described(checkpoint: Checkpoint) -> _Description:
             f"have a layout there. In a loop of your own, save extra={{'{MODEL}': dzero.describe(model)}}",
         )
     with suppress(ValueError, RecursionError):
-        found = msgspec.convert(described, _Description)
+        found = msgspec.convert(described, Description)
         if found.kind in KINDS and isinstance(json.loads(found.config), dict):
             return found
     told = textwrap.shorten(repr(described), 200, placeholder=" ...")
@@ -202,7 +211,7 @@ def _write_tensors(
 ) -> None:
     """Write one file; it is on disk on return."""
     fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    with _told(folder.path / name), os.fdopen(fd, "wb", buffering=0) as file:
+    with reported_as_export_error(folder.path / name), os.fdopen(fd, "wb", buffering=0) as file:
         _write(file.fileno(), memoryview(header(parts, {"format": "pt"})))
         for tensor, part in parts.items():
             for box in _pieces(part.shape):
@@ -260,14 +269,3 @@ def _converted(checkpoint: Checkpoint, stored: str, box: Box, dtype: torch.dtype
             f"{stored} holds {values.abs().max():.4g}, more than {dtype} can: export another --dtype",
         )
     return rounded
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Raise system errors as `CheckpointError`."""
-    try:
-        yield
-    except OSError as error:
-        repair = "free space, or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose"
-        what = f"{error.strerror}: {repair} another folder; nothing was exported"
-        raise CheckpointError(str(path), what) from error

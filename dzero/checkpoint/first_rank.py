@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -16,14 +16,14 @@ def on_first_rank(sharded: Sharded, work: Callable[[], None], rest: Callable[[],
     """Call `work` on rank 0, and raise its error on all ranks. All ranks call this.
 
     Args:
-        sharded: Sharded model, whose data-parallel ranks call this.
+        sharded: Sharded model, whose ranks along all axes call this.
         work: Work of rank 0.
         rest: Called on all ranks afterwards, for instance to take part in gathers that `work` left out.
 
     Raises:
         Exception: The error of `work` on rank 0, and `CheckpointError` with its message on the others.
     """
-    ranks, failed = host_mesh(sharded.mesh), None
+    failed = None
     if dist.get_rank() == 0:
         try:
             work()
@@ -31,7 +31,14 @@ def on_first_rank(sharded: Sharded, work: Callable[[], None], rest: Callable[[],
             failed = error
     rest()
     failure = "" if failed is None else str(failed) or type(failed).__name__
-    for axis in AXES:  # from rank 0 along both, so that every rank knows
-        failure = next(filter(None, gather_json(failure, ranks.get_group(axis))), "")
+    for group in groups_on_host(sharded):  # from rank 0 along all axes, so that every rank knows
+        failure = next(filter(None, gather_json(failure, group)), "")
     if failure:
         raise failed or CheckpointError("", failure)
+
+
+def groups_on_host(sharded: Sharded) -> Iterator[dist.ProcessGroup]:
+    """Yield this rank's groups along all axes of the mesh, through which values in host memory can be gathered."""
+    ranks = host_mesh(sharded.mesh)
+    yield from (ranks.get_group(axis) for axis in AXES)
+    yield from sharded.model_groups.values()

@@ -1,6 +1,6 @@
-"""A sharded model of transformers, or of the project, as a folder that transformers loads.
+"""A sharded model of transformers, or of the project, as a folder that transformers or peft loads.
 
-    all ranks    gather one tensor after the other, in the order of the files
+    all ranks    gather one tensor after the other, in the order of the files (whole_tensors.py)
     rank 0       writes each in pieces, and has at most one whole tensor in host memory, or those that are joined in one
 
 If rank 0 fails, for instance on a full disk, it takes part in the remaining gathers, and all ranks raise at the end.
@@ -8,22 +8,16 @@ If rank 0 fails, for instance on a full disk, it takes part in the remaining gat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
-from torch.distributed.tensor import DTensor
 
 from dzero.checkpoint.export_hf import SHARD_BYTES, export, plan_of
 from dzero.checkpoint.first_rank import on_first_rank
-from dzero.checkpoint.format import DTYPES
-from dzero.checkpoint.save_adapter import MergedWeight, merged_tensors, save_adapter
-from dzero.mesh import EXPERT
-from dzero.models.adapters import has_adapters
-from dzero.models.conversions import Conversion, convert_all
-from dzero.models.published import describe, published_name
+from dzero.checkpoint.whole_tensors import WholeTensors
+from dzero.models.adapter_names import why_unsaved
+from dzero.models.adapters import adapted_part, has_adapters
+from dzero.models.published import Description, describe, published_tensors
 from dzero.zero.sharded import Sharded
 
 
@@ -48,96 +42,24 @@ def save_pretrained(
         shard_bytes: Maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Raises:
-        ValueError: If the model has no published layout, tp or pp cut it, or there are no adapters to merge.
+        ValueError: If the model has no published layout, its adapters cannot be saved, or there are none to merge.
         CheckpointError: If the folder exists, or the disk is too small or fails; on all ranks.
     """
-    splits = {param.split.axis for unit in sharded.shapes for param in unit.params if param.split is not None}
-    if sharded.stages is not None or splits - {EXPERT}:
-        raise ValueError(
-            "a model that tp or pp cuts is not gathered here: save a checkpoint with "
-            "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
-        )
-    adapted = has_adapters(sharded.model)
-    if adapted and not merge:
-        save_adapter(sharded, Path(folder))
-        return
+    model = sharded.model
+    adapted, name = has_adapters(model), type(model).__name__
     if merge and not adapted:
-        raise ValueError(f"merge=True: {type(sharded.model).__name__} has no adapters of peft; leave it away")
-    described = describe(sharded.model, merged=merge)
-    if described is None:
+        raise ValueError(f"merge=True: {name} has no adapters of peft; leave it away")
+    if adapted and (reason := why_unsaved(adapted_part(model).peft_config)):
+        raise ValueError(reason)
+    if (found := describe(model)) is None:
         raise ValueError(
-            f"{type(sharded.model).__name__}: only models of transformers, and llamas and Mixtrals of the project, "
-            "have a layout that transformers loads; save a checkpoint with dzero.Checkpointer instead"
+            f"{name}: only models of transformers, and llamas and Mixtrals of the project, have a layout that "
+            "transformers loads; save a checkpoint with dzero.Checkpointer instead"
         )
-    tensors = dict(_tensors(sharded, merge=merge))
-    gathered = _Gathered(tensors)
-    values = {
-        published_name(described["kind"], name): _Tensor(gathered, name, tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    }
-    source = convert_all(msgspec.convert(described.get("layout", ()), tuple[Conversion, ...]), values)
-    gathered.expect([each.stored for each in source.values()])
-    dtypes, config = {name: tensor.dtype for name, tensor in tensors.items()}, json.loads(described["config"])
-    planned = plan_of(source, dtypes, config, sharded.layout.param.dtype, shard_bytes)
-    on_first_rank(sharded, lambda: export(Path(folder), planned), gathered.skip_rest)
-
-
-class _Gathered:
-    """Whole tensors, gathered one by one in the same order on all ranks.
-
-    Rank 0 holds those that one tensor of a file is made of, and drops them when it asks for others.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor | MergedWeight]) -> None:
-        self._tensors = tensors
-        self._waiting: list[str] = []
-        self._together: dict[str, tuple[str, ...]] = {}
-        self._held: dict[str, torch.Tensor] = {}
-
-    def expect(self, groups: Iterable[tuple[str, ...]]) -> None:
-        """Set the order: that of `groups`, the names of the tensors that are read together."""
-        for group in groups:
-            self._together |= dict.fromkeys(group, group)
-        self._waiting = [name for name in self._together if self._tensors[name].numel()]
-
-    def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor on the CPU; the first calls for each are in the order of gathers."""
-        if name not in self._held:
-            group = self._together[name]
-            self._held = {each: tensor for each, tensor in self._held.items() if each in group}
-            for each in group:
-                if each not in self._held and self._tensors[each].numel():
-                    assert self._waiting[0] == each
-                    self._held[each] = self._gather().cpu()
-        return self._held[name]
-
-    def skip_rest(self) -> None:
-        """Take part in the gathers that are left."""
-        while self._waiting:
-            self._gather()
-
-    def _gather(self) -> torch.Tensor:
-        tensor = self._tensors[self._waiting.pop(0)]
-        return (tensor.full_tensor() if isinstance(tensor, (DTensor, MergedWeight)) else tensor).detach()
-
-
-class _Tensor:
-    """A tensor of the sharded model, gathered when it is read; see `models.tensor_views.Readable`."""
-
-    def __init__(self, gathered: _Gathered, name: str, shape: tuple[int, ...]) -> None:
-        self._gathered, self.shape, self.where, self.stored = gathered, shape, name, (name,)
-
-    def read(self, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-        box = tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
-        return self._gathered.whole(self.where)[box]
-
-    def __call__(self) -> torch.Tensor:
-        return self._gathered.whole(self.where)
-
-
-def _tensors(sharded: Sharded, *, merge: bool) -> Iterator[tuple[str, torch.Tensor | MergedWeight]]:
-    """Yield the model's tensors that transformers saves, tied ones once: by name, as the state dict has them."""
-    state, own = sharded.model.state_dict(), {name for name, _ in sharded.model.named_parameters()}
-    aliases = {name for name, _ in sharded.model.named_parameters(remove_duplicate=False)} - own
-    saved = {name: each for name, each in state.items() if name not in aliases and each.dtype in DTYPES.values()}
-    yield from merged_tensors(sharded.model, saved) if merge else saved.items()
+    described = msgspec.convert(found, Description)
+    tensors = WholeTensors(sharded)
+    values, dtypes = tensors.readable(), tensors.dtypes
+    source = published_tensors(described, values, trained=tensors.trained, base={} if merge else None)
+    tensors.expect([each.stored for each in source.values()])
+    planned = plan_of(described, source, dtypes, sharded.layout.param.dtype, shard_bytes, merge=merge)
+    on_first_rank(sharded, lambda: export(Path(folder), planned), tensors.skip_rest)

@@ -29,7 +29,7 @@ def inspect(options: argparse.Namespace) -> None:
 def export(options: argparse.Namespace) -> None:
     """Write the files to `options.out`, a new folder."""
     with Checkpoint(checkpoint_at(options.checkpoint)) as checkpoint:
-        files_of = plan(checkpoint, options.dtype, options.shard_bytes)
+        files_of = plan(checkpoint, options.dtype, options.shard_bytes, merge=options.merge, base=options.base)
         with bar(f"exporting {checkpoint.path}", files_of.tensor_bytes) as progress:
             write(options.out, files_of, progress)
     size, files = format_bytes(files_of.tensor_bytes), len(files_of.files)

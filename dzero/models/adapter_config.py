@@ -36,6 +36,9 @@ class AdapterConfig:
     """Modules among target_modules that get none, by last parts of their names. null: no exceptions."""
     layers_to_transform: list[int] | None = None
     """Indices of the blocks that get adapters. null: all."""
+    modules_to_save: list[str] | None = None
+    """Modules that are trained whole beside the adapters and saved with them, by the ends of their names, such as
+    embed_tokens and lm_head for new tokens. null: none."""
     use_rslora: bool = False
     """Divide lora_alpha by sqrt(r) rather than by r."""
     use_dora: bool = False

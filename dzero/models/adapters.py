@@ -5,15 +5,17 @@
                            q_proj.lora_A.default.weight          yes       drawn by peft's own initializer
                            q_proj.lora_B.default.weight          yes       zeros
                            q_proj.lora_magnitude_vector...       yes       with use_dora: norms of the folder's rows
+    lm_head.weight         lm_head.original_module.weight        no        those of the folder
+                           lm_head.modules_to_save.default...    yes       with modules_to_save: the same
 
 All other parameters of the model keep their names, and are not trained either.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from dzero.errors import converting, import_optional
-from dzero.models.adapter_config import AdapterConfig
+from dzero.models.adapter_config import ALL_LINEAR, AdapterConfig
+from dzero.models.adapter_names import BASE, COPY, MAGNITUDE, ORIGINAL, renamed, renamed_settings
 from dzero.models.hf import HFDecoder
+from dzero.models.llama import Llama
+from dzero.models.llama_names import OURS, PUBLISHED
+from dzero.models.merged_weights import lora_layers
 from dzero.models.meta_init import Initialise
 from dzero.models.tensor_views import Readable, RowNorms
 
 NAME = "default"
 """Name of the adapter in the model, which peft's own `get_peft_model` gives it too."""
-INSIDE = "base_model.model."
-"""Prefix of the names of a model's tensors inside of a `PeftModel`."""
-BASE = "base_layer."
-"""Prefix of the names of a layer's own tensors, beside its adapter."""
-MAGNITUDE = "lora_magnitude_vector."
-"""Prefix of the name of the parameter that DoRA adds to a layer."""
-INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of peft's `init_lora_weights` that leave the model's own weights as they are."""
 
 
 @dataclass(frozen=True)
@@ -46,128 +44,133 @@ class Adapters:
         renamed: Names of the model's own tensors after the injection, by their names before.
         initializers: Initializer of each module of an adapter.
         magnitudes: Name of the weight whose row norms a parameter starts from, by its name.
+        copies: Name of the tensor that a tensor of a module that is trained whole starts from, by its name.
     """
 
     renamed: Mapping[str, str]
     initializers: Mapping[nn.Module, Initialise]
     magnitudes: Mapping[str, str]
+    copies: Mapping[str, str]
 
     def first_values(self, weights: Mapping[str, Readable]) -> dict[str, Readable]:
         """Return the tensors that parameters start from, by name, for `weights` by name before the injection."""
         own = {self.renamed[name]: value for name, value in weights.items()}
-        return own | {name: RowNorms((own[weight],)) for name, weight in self.magnitudes.items()}
+        copied = {name: own[original] for name, original in self.copies.items() if original in own}
+        return own | copied | {name: RowNorms((own[weight],)) for name, weight in self.magnitudes.items()}
 
 
 def add_adapters(model: nn.Module, config: AdapterConfig, base: str | None = None) -> Adapters:
     """Inject adapters into a model on meta, in place, and freeze all other parameters.
 
     Args:
-        model: Decoder of transformers, as `build` returns it.
-        config: Settings; with `kind=none`, nothing happens.
+        model: Decoder of transformers, or a llama or mixture of the project, as `build` returns it.
+        config: Settings; with `kind=none`, nothing happens. They name modules as they are published.
         base: Folder or name of the model that the adapters belong to, which their adapter_config.json names.
 
     Raises:
         ValueError: If no module of the model has the names that the settings ask for.
     """
     if config.kind == "none":
-        return Adapters({name: name for name in model.state_dict()}, {}, {})
-    assert isinstance(model, HFDecoder)
+        return Adapters({name: name for name in model.state_dict()}, {}, {}, {})
     peft = import_optional("peft", f"adapter={config.kind}", "peft")
     before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    settings = _lora_config(peft, config, base)
+    part, values = _part_and_settings(peft, model, config)
+    common = {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).absolute()) if base is not None and Path(base).is_dir() else base,
+    }
+    trained_whole = _trained_whole(model, part, values["modules_to_save"] or ())
+    settings = peft.LoraConfig(**common, **values)
     known = f"this model has {_linear_names(model)}"
     with converting(_described(config), ValueError, repair=known), torch.device("meta"):
-        peft.inject_adapter_in_model(settings, model.model, adapter_name=NAME, low_cpu_mem_usage=True)
+        peft.inject_adapter_in_model(settings, part, adapter_name=NAME, low_cpu_mem_usage=True)
+    for wrapper in map(part.get_submodule, trained_whole):
+        wrapper.get_submodule(ORIGINAL).requires_grad_(False)
+        wrapper.get_submodule(COPY).requires_grad_(True)
+    if isinstance(model, Llama):  # as the folder of the adapters names modules
+        settings = peft.LoraConfig(**common, **renamed_settings(values, PUBLISHED))
+        model.peft_config = {NAME: settings}  # type: ignore[assignment]
     after: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         after.setdefault(id(tensor), []).append(name)
-    renamed = {name: after[tensor].pop(0) for name, tensor in before.items()}
+    renamed_tensors = {name: after[tensor].pop(0) for name, tensor in before.items()}
     magnitudes = {
-        f"{name}.{MAGNITUDE}{NAME}.weight": f"{name}.{BASE}weight" for name in lora_layers(model) if config.use_dora
+        f"{name}.{MAGNITUDE}.{NAME}.weight": f"{name}.{BASE}weight" for name in lora_layers(model) if config.use_dora
     }
-    return Adapters(renamed, _initializers(peft, model, config), magnitudes)
+    copies = {
+        name: name.replace(f".{COPY}.{NAME}.", f".{ORIGINAL}.")
+        for name in model.state_dict()
+        if f".{COPY}.{NAME}." in name
+    }
+    return Adapters(renamed_tensors, _initializers(peft, model, config), magnitudes, copies)
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether peft put adapters into a model, or into the transformers model that a `HFDecoder` wraps."""
-    return hasattr(adapted_part(model)[1], "peft_config")
+    return hasattr(adapted_part(model), "peft_config")
 
 
-def adapted_part(model: nn.Module) -> tuple[str, Any]:
-    """Return the prefix and the module of the part of a model that peft knows, such as a `PeftModel`."""
-    return ("model.", model.model) if isinstance(model, HFDecoder) else ("", model)
+def adapted_part(model: nn.Module) -> Any:
+    """Return the part of a model that peft knows, such as a `PeftModel`."""
+    return model.model if isinstance(model, HFDecoder) else model
 
 
 def base_of(model: nn.Module) -> Any:
     """Return the model of transformers inside of a `HFDecoder` or a `PeftModel`; any other model itself."""
-    part = adapted_part(model)[1]
+    part = adapted_part(model)
     return part.get_base_model() if hasattr(part, "get_base_model") else part
 
 
-def settings_of(part: Any) -> tuple[str, Any]:
-    """Return the name and the settings of the only adapter of the part of a model that peft knows.
+class _Inside(nn.Module):
+    """A llama as `model` inside of a module, where peft finds its layers by the names that it knows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _part_and_settings(peft: Any, model: nn.Module, config: AdapterConfig) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the module that adapters are injected into, and the settings with the names of its modules."""
+    values = {key: value for key, value in asdict(config).items() if key != "kind"}
+    if isinstance(model, HFDecoder):
+        return model.model, values
+    assert isinstance(model, Llama)
+    if config.target_modules is None:
+        known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        values["target_modules"] = [*known["llama"]]
+    if config.target_modules == ALL_LINEAR:
+        head = model.get_output_embeddings()
+        linear = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head}
+        values["target_modules"] = sorted({name.rpartition(".")[2] for name in linear})
+    return _Inside(model), renamed_settings(values, OURS)
+
+
+def _trained_whole(model: nn.Module, part: nn.Module, ends: Sequence[str]) -> list[str]:
+    """Return the names of the modules of `part` whose names have one of these ends; peft finds them the same way.
 
     Raises:
-        ValueError: If there are several adapters, one is no LoRA, or its initial values changed the model's weights.
+        ValueError: If an end is that of no module, of modules that it does not name, or of one with tied weights.
     """
-    (name, settings), *others = part.peft_config.items()
-    if others:
-        raise ValueError(
-            f"the model has the adapters {[*part.peft_config]}: only one is saved; delete the others before"
-        )
-    if settings.peft_type != "LORA":
-        raise ValueError(f"adapters of type {settings.peft_type.value}: only LORA is saved; save a checkpoint instead")
-    if settings.init_lora_weights not in INITIAL:
-        raise ValueError(
-            f"init_lora_weights={settings.init_lora_weights!r} changed the model's own weights, to which the adapters "
-            f"would be added again; take one of {INITIAL}"
-        )
-    found = copy.copy(settings)
-    found.inference_mode = True
-    return name, found
-
-
-def saved_tensors(part: Any, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an adapter by the names that `PeftModel.save_pretrained` gives them.
-
-    Args:
-        part: Part of the model that peft knows.
-        name: Name of the adapter.
-        tensors: Whole tensors of the part's state dict; at least those of the adapter.
-    """
-    peft = import_optional("peft", "saving adapters", "peft")
-    kept = peft.get_peft_model_state_dict(part, dict(tensors), adapter_name=name, save_embedding_layers=False)
-    inside = "" if isinstance(part, peft.PeftModel) else INSIDE
-    return {f"{inside}{each}": tensor.contiguous() for each, tensor in kept.items()}
-
-
-def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of a model that have adapters of LoRA, by name."""
-    peft = import_optional("peft", "a model with adapters", "peft")
-    return {name: each for name, each in model.named_modules() if isinstance(each, peft.tuners.lora.LoraLayer)}
-
-
-def own_name(name: str) -> str:
-    """Return the name that a tensor of an adapted model has in the model without adapters."""
-    return name.removeprefix(INSIDE).replace(f".{BASE}", ".")
-
-
-def _lora_config(peft: Any, config: AdapterConfig, base: str | None) -> Any:
-    """Return the settings as peft takes them; initial values are drawn later, by `_initializers`."""
-    return peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(base).absolute()) if base is not None and Path(base).is_dir() else base,
-        r=config.r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=config.target_modules,
-        exclude_modules=config.exclude_modules,
-        layers_to_transform=config.layers_to_transform,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        rank_pattern=dict(config.rank_pattern),
-        alpha_pattern=dict(config.alpha_pattern),
-    )
+    words = PUBLISHED if isinstance(model, Llama) else {}
+    users = Counter(param for each in model.modules() for param in each.parameters(recurse=False))
+    every: list[str] = []
+    for end in ends:
+        told = f"adapter.modules_to_save=[{renamed(end, words)}]"
+        found = [name for name, _ in part.named_modules() if renamed(name, words).endswith(renamed(end, words))]
+        if not found:
+            raise ValueError(f"{told}: no module has a name with this end; take the last part of one, such as lm_head")
+        if other := [name for name in found if not f".{name}".endswith(f".{end}")]:
+            raise ValueError(
+                f"{told}: peft takes {renamed(other[0], words)} too, whose name has the same end; give more of the name"
+            )
+        for name in found:
+            if any(users[param] > 1 for param in part.get_submodule(name).parameters()):
+                raise ValueError(
+                    f"{told}: the weight of {name} is that of another module too (tie_word_embeddings), which would be "
+                    "trained apart from it; take a model whose weights are not tied, or adapters beside other modules"
+                )
+        every += found
+    return every
 
 
 def _described(config: AdapterConfig) -> str:
@@ -176,8 +179,10 @@ def _described(config: AdapterConfig) -> str:
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Return the last parts of the names of a model's linear layers."""
-    return sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
+    """Return the last parts of the published names of a model's linear layers."""
+    words = PUBLISHED if isinstance(model, Llama) else {}
+    found = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    return sorted(words.get(name, name) for name in found)
 
 
 def _initializers(peft: Any, model: nn.Module, config: AdapterConfig) -> dict[nn.Module, Initialise]:

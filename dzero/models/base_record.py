@@ -11,6 +11,8 @@ import xxhash
 from torch import nn
 
 from dzero.models.adapters import base_of
+from dzero.models.llama import Llama
+from dzero.models.published import WRAPPED, fixed_config, published_name
 from dzero.models.tensor_views import Readable
 
 NO_DIFFERENCE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -18,12 +20,17 @@ NO_DIFFERENCE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype"
 
 
 def base_record(model: nn.Module, weights: Mapping[str, Readable], frozen: str) -> dict[str, Any]:
-    """Return the config.json of a model of transformers, and a checksum of its stored weights, as JSON values.
+    """Return the config.json of a model, and a checksum of its stored weights, as JSON values.
 
-    `frozen` is `precision.frozen`, which decides on the values that adapters were trained beside.
-    The checksum is of the names and shapes of all tensors, and of one row of each, so that few bytes are read.
+    The checksum is of the names and shapes of all tensors, and of one row of each, so that few bytes are read. A llama
+    of the project has the record of the model of transformers that the same folder holds. `frozen` is
+    `precision.frozen`, which decides on the values that adapters were trained beside.
     """
-    config = json.loads(base_of(model).config.to_json_string())
+    if isinstance(model, Llama):
+        config = fixed_config(model.shape)
+        weights = {f"{WRAPPED}{published_name('llama', name)}": tensor for name, tensor in weights.items()}
+    else:
+        config = json.loads(base_of(model).config.to_json_string())
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {list(tensor.shape)}\n".encode())

@@ -6,6 +6,7 @@ Only the configuration file is read. No code from the folder runs, and nothing i
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,24 @@ def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
     with converting(f"{what}: its config.json makes no model", Exception), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return HFDecoder(model)
+
+
+def decoder_from(config: Mapping[str, Any]) -> HFDecoder:
+    """Return the model of a config.json's values on the meta device, in fp32; its class is that of `architectures`.
+
+    Raises:
+        ValueError: If transformers has no such class, or the values make no model of it.
+    """
+    transformers = import_optional("transformers", "merging adapters", "hf")
+    found = dict(config)
+    with converting(f"config.json of a {found.get('model_type')}: it makes no model", Exception), torch.device("meta"):
+        (architecture,) = found.pop("architectures")
+        model = getattr(transformers, architecture)
+        if not issubclass(model, transformers.PreTrainedModel):
+            raise TypeError(f"{architecture} is no model")
+        for key in ("attn_implementation", "_attn_implementation"):  # only shapes are needed, and some name other code
+            found.pop(key, None)
+        return HFDecoder(model(transformers.AutoConfig.for_model(found.pop("model_type"), **found)))
 
 
 def _check_sizes(config: Any, folder: Path) -> None:

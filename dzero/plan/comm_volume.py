@@ -11,7 +11,9 @@ from torch import nn
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
-from dzero.models.llama import Llama
+from dzero.models.adapters import has_adapters
+from dzero.models.llama import Block, Llama
+from dzero.models.merged_weights import lora_layers
 from dzero.models.moe import MoE
 from dzero.parallel.context.parallelize import AttentionSizes, expected_context
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
@@ -57,12 +59,42 @@ def tensor_traffic(
         has_first=stages is None or stages.has_first,
         has_last=stages is None or stages.has_last,
         dtype=layout.param.dtype,
+        **_adapters(model),
+        untrained=_untrained(model, stages),
     )
     recomputed = config.block.activation_checkpoint != "none"
     moved = expected_tensor(sizes, ranks=mesh.tp, microbatches=layout.microbatches, recomputed=recomputed)
     for entry, traffic in expected_copies(layout, units).items():
         moved[entry] = moved.get(entry, Traffic()) + traffic
     return moved
+
+
+def _adapters(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of the adapters on this rank whose results are exchanged, by the name of their module."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, layer in (lora_layers(model) if has_adapters(model) else {}).items():
+        kind, ranks = name.rpartition(".")[2], layer.r
+        assert isinstance(ranks, dict)
+        if kind in ("out", "down", "head"):
+            found[kind] = (*found.get(kind, ()), *ranks.values())
+    return found
+
+
+def _untrained(model: Llama, stages: ModelStages | None) -> tuple[int, int]:
+    """Return how many all_gather and reduce_scatter of tp have no backward, as nothing before them is trained."""
+    gathers = reduces = 0
+    if stages is not None and not stages.has_first:
+        return 0, 0  # hidden states of the stage before have gradients
+    seen = any(param.requires_grad for param in model.embedding.parameters())
+    gathers += not seen
+    for block in model.layers:
+        parts = (block.attention_norm, block.attention, block.ffn_norm, block.ffn) if isinstance(block, Block) else ()
+        for index, part in enumerate(parts):
+            seen = seen or any(param.requires_grad for param in part.parameters())
+            sent = index < 2 or not isinstance(model, MoE) or model.shape.shared_experts > 0
+            reduces += not seen and sent and index % 2 == 0
+            gathers += not seen and sent and index % 2 == 1
+    return gathers, reduces
 
 
 def pipeline_traffic(stages: ModelStages | None, hidden: HiddenStates | None, layout: Layout) -> Moved:

@@ -48,8 +48,7 @@ def check_export(config: RunConfig, model: nn.Module, run_folder: Path) -> None:
     """Raise RunError before training if the model has no published layout, or the folder of the export exists."""
     if not config.export.at_end:
         return
-    whole = config.adapter.kind == "none" or config.export.merge
-    if whole and describe(model, merged=config.export.merge) is None:
+    if describe(model) is None:
         raise RunError(
             f"export.at_end=true: this model of model.kind={config.model.kind} has no layout that transformers loads; "
             "take export.at_end=false"

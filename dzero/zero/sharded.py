@@ -74,6 +74,7 @@ class Sharded:
         self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
         self._reductions = 0
+        self._frozen = [(unit, each.name) for unit in units for each in unit.shape.params if not each.trainable]
         self._roots = [as_fsdp(root) for root in roots_of(model, stages)]
         self._microbatches = [MicrobatchCount(layout) for _ in self._roots]
         follow_shards(units, [model] if stages is None else [], layout)
@@ -140,8 +141,16 @@ class Sharded:
         """End the step's microbatches; called by the optimizer's step.
 
         Raises:
-            RuntimeError: If a backward raised, or if `MicrobatchCount.end` finds wrong microbatches.
+            RuntimeError: If a backward raised, if a parameter is trained that was frozen in `shard`, or if
+                `MicrobatchCount.end` finds wrong microbatches.
         """
+        for unit, name in self._frozen:
+            if unit.params[name].requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen in shard() and requires gradients now, which no optimizer would use: let all "
+                    "that is ever trained require them before shard(), and freeze it afterwards. Of several adapters "
+                    "of peft, unfreeze all before shard(), then call set_adapter()"
+                )
         if any(map(has_failed, self._roots)):
             raise RuntimeError(
                 "the step's backward raised: call zero_grad(), and repeat the step from its first forward"

@@ -277,23 +277,31 @@ def shapes_of(
 
     `codec` is the format of frozen matrices; None leaves them in the working dtype.
     """
+    in_blocks = {module for root in roots for _, block in find_blocks(root) for module in block.modules()}
     last = {*roots, *(end[1] for root in roots if (end := _vouched_end(root, OUTPUT)) is not None)}
     closing = {name for name, modules in units if not last.isdisjoint(modules)}
     shapes = []
     for name, of_unit in slots.items():
         params = [(slot, shape_of(slot)) for slot in of_unit]
         stored = [
-            replace(param, codec=codec) if codec and name not in closing and _is_quantized(slot, param) else param
+            replace(param, codec=codec) if slot.owner in in_blocks and _is_quantized(slot, param) else param
             for slot, param in params
         ]
         shapes.append(UnitShape(name, tuple(stored), name in closing))
     return shapes
 
 
-def _is_quantized(slot: ParamSlot, param: ParamShape) -> bool:
-    """Return whether a frozen parameter is stored quantized: the matrix of a linear layer, or those of experts.
+def params_of(model: nn.Module, codec: WeightCodec) -> list[ParamShape]:
+    """Return the shapes of a model's parameters, with `codec` as the format of frozen matrices."""
+    units: Units = [(ROOT, [model])]
+    (whole,) = shapes_of(slots_by_unit(model, units), units, [model], codec)
+    return [*whole.params]
 
-    Embeddings, heads, routers and norms have few elements and lose most. The rows of others may not be whole blocks.
+
+def _is_quantized(slot: ParamSlot, param: ParamShape) -> bool:
+    """Return whether a parameter of a block can be quantized: the frozen matrix of a linear layer, or of experts.
+
+    Routers and norms have few elements and lose most. The rows of others may not be whole blocks of elements.
     """
     linear = isinstance(slot.owner, nn.Linear) or type(slot.owner).__name__ == "Conv1D"
     experts = len(param.shape) == 3 and type(slot.owner).__module__ != nn.Conv1d.__module__

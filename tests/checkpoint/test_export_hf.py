@@ -212,7 +212,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
         planned = plan(checkpoint, "bf16")
         (parts,) = planned.files.values()
         huge = {name: exports.StoredBox(None, "F32", (1 << 48,), (0,), (1 << 48,), 0, 1 << 50) for name in parts}
-        planned = exports.ExportPlan({"model.safetensors": huge}, planned.source, planned.config)
+        planned = exports.ExportPlan({"model.safetensors": huge}, planned.source, planned.texts)
         with pytest.raises(CheckpointError, match=r"1.00 PiB to write, .* free: free space, or choose another disk"):
             export(tmp_path / "out", planned)
     assert {entry.name for entry in tmp_path.iterdir()} == {"ck"}

@@ -192,6 +192,17 @@ def test_8_bit_moments_of_fused_projections_are_refused() -> None:
             shard(model, ZeroConfig(), precision=precision, mesh=mesh, init=ModelInit(device=torch.device("meta")))
 
 
+def test_frozen_parameters_stay_frozen_when_they_are_cut() -> None:
+    with torch.device("meta"):
+        model = Llama(SHAPE)
+    frozen = {name for name, param in model.named_parameters() if "down" not in name}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    with fake_group(2):
+        parallelize_tensor(model, make_mesh("cpu", tp=2)["tp"])
+        assert {name for name, param in model.named_parameters() if not param.requires_grad} == frozen
+
+
 def test_a_plan_that_says_nothing_of_a_parameter_is_refused() -> None:
     told = r"tp=2: the plan says nothing of \['norm.weight'\]; where a rank sees a part"
     with fake_group(2), pytest.raises(ValueError, match=told):

@@ -29,6 +29,7 @@ from dzero.models.build import build
 from dzero.models.config import ModelConfig
 from dzero.overrides import composed
 from dzero.plan.meta_model import model_of, units_of
+from dzero.trainer.export import export
 from dzero.trainer.trainer import Trainer
 from dzero.zero.cost_model import resting_bytes
 from dzero.zero.rounding import to_working
@@ -37,6 +38,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 STEPS = 3
+COPY = ".modules_to_save."
 LORA = [
     "adapter=lora",
     "adapter.r=4",
@@ -59,7 +61,11 @@ RULES = {
 
 def adapters(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The whole adapters, by the names of peft's own model."""
-    state = {name: whole(value) for name, value in trainer.sharded.model.state_dict().items() if ".lora_" in name}
+    state = {
+        name: whole(value)
+        for name, value in trainer.sharded.model.state_dict().items()
+        if ".lora_" in name or COPY in name
+    }
     return {f"base_model.model.{name.removeprefix('model.')}": value for name, value in state.items()}
 
 
@@ -73,22 +79,17 @@ def trained(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[st
     return {"first": first, "losses": losses, "last": adapters(trainer)}
 
 
-def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str, **more: bool) -> dict[str, Any]:
+def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str, **more: Any) -> dict[str, Any]:
     """Plain peft in one process, every conversation by itself, from the same adapters."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    settings = peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj", "v_proj", "down_proj"],
-        rank_pattern={"down_proj": 2},
-        task_type="CAUSAL_LM",
-        **more,
-    )
+    given = {"target_modules": ["q_proj", "v_proj", "down_proj"], **more}
+    settings = peft.LoraConfig(r=4, rank_pattern={"down_proj": 2}, task_type="CAUSAL_LM", **given)
     model = peft.get_peft_model(base, settings)
     named = dict(model.named_parameters())
     assert {name for name, param in named.items() if param.requires_grad} == first.keys()
     with torch.no_grad():
         for name, value in first.items():
-            if ".lora_magnitude_" in name:
+            if ".lora_magnitude_" in name or COPY in name:
                 torch.testing.assert_close(value, named[name], rtol=1e-6, atol=0)
             named[name].copy_(value)
     params = [named[name] for name in first]
@@ -161,6 +162,38 @@ def test_stages_and_tiers_have_the_same_bits(pool: Pool, model: Path, tmp_path: 
     for other in others:
         assert other["losses"] == first["losses"]
         assert all(torch.equal(value, first["last"][name]) for name, value in other["last"].items())
+
+
+def test_modules_are_trained_whole_beside_adapters_as_peft_does(pool: Pool, model: Path, tmp_path: Path) -> None:
+    settings = [*RULES["SGD"], "adapter.modules_to_save=[embed_tokens,lm_head]", "zero.stage=3", "precision=fp32"]
+    settings += ["train.microbatch_sequences=16", "export.at_end=true"]
+    for name in ("adapters", "merged"):
+        (tmp_path / name).mkdir()
+        line = words(model, tmp_path, *LORA, *settings, f"export.merge={str(name == 'merged').lower()}")
+        found = pool.run(trained_and_exported, 2, line, tmp_path / name)[0]
+    want = oracle(model, found["first"], "SGD", modules_to_save=["embed_tokens", "lm_head"])
+    assert sum(COPY in name for name in want["last"]) == 2
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-6)
+    for name, value in want["last"].items():
+        torch.testing.assert_close(found["last"][name], value, rtol=0, atol=1e-6)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapters" / "model")
+    state = tuned.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in found["last"].items())
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "model", dtype="auto").state_dict()
+    whole_model = tuned.merge_and_unload().state_dict()
+    assert merged.keys() == whole_model.keys()
+    assert all(torch.equal(value, whole_model[name]) for name, value in merged.items())
+
+
+def trained_and_exported(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
+    """What a few steps do, which leave a folder."""
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    first = adapters(trainer)
+    losses = [trainer.step(step, Silent()).loss for step in range(1, STEPS + 1)]
+    trainer.optim.synchronize()
+    export(trainer.config, trainer.sharded, folder)
+    return {"first": first, "losses": losses, "last": adapters(trainer)}
 
 
 def exported(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, torch.Tensor]:
@@ -302,13 +335,16 @@ REFUSED = [
     ("adapter=lora adapter.target_modules=[q_prj]", "adapter.target_modules=\\['q_prj'\\]: peft finds no such modules"),
     ("adapter=lora adapter.target_modules=[norm]", "norm"),
     ("adapter=lora adapter.target_modules=[]", "must be null, all-linear or a list of names"),
+    ("adapter=lora adapter.modules_to_save=[head]", "peft takes lm_head too, whose name has the same end"),
+    ("adapter=lora adapter.modules_to_save=[no]", r"modules_to_save=\[no\]: no module has a name with this end"),
     ("adapter=lora adapter.r=0", "adapter.r=0: must be a whole number"),
     ("adapter=lora adapter.lora_dropout=1", "adapter.lora_dropout=1.*: must be a number in"),
     ("adapter=lora adapter.rank_pattern={q_proj:0}", "adapter.rank_pattern="),
     ("adapter=lora adapter.layers_to_transform=[-1]", "must be indices of blocks"),
     ("adapter=lor", "adapter=lor: choose one of"),
     ("adapter.r=4", "adapter.r=4 has no effect with adapter.kind=none"),
-    ("adapter=lora mesh.pp=2", "adapter.kind=lora with mesh.pp=2"),
+    ("adapter=lora adapter.use_dora=true mesh.tp=2", "adapter.use_dora=true with mesh.tp=2"),
+    ("adapter=lora block.tiles=2", "adapter.kind=lora with block.tiles=2"),
 ]
 
 
@@ -325,6 +361,12 @@ def test_an_adapter_on_tied_weights_is_refused() -> None:
         add_adapters(build(config), AdapterConfig(kind="lora", target_modules=["wte"]))
 
 
+def test_a_module_of_tied_weights_is_not_trained_whole() -> None:
+    config = AdapterConfig(kind="lora", target_modules=["c_attn"], modules_to_save=["wte"])
+    with pytest.raises(ValueError, match=r"weight of transformer\.wte is that of another module too"):
+        add_adapters(build(ModelConfig(kind="hf", name_or_path="gpt2")), config)
+
+
 def test_adapters_have_their_own_learning_rate_unless_one_is_given(model: Path, tmp_path: Path) -> None:
     found = [
         composed([*words(model, tmp_path), *more], CONF).optim.lr
@@ -333,15 +375,54 @@ def test_adapters_have_their_own_learning_rate_unless_one_is_given(model: Path, 
     assert found == [1e-5, 2e-4, 3e-3]
 
 
-def test_the_command_trains_adapters_that_a_checkpoint_alone_cannot_export(model: Path, tmp_path: Path) -> None:
+def test_the_command_trains_adapters_that_a_checkpoint_exports_alone_or_merged(model: Path, tmp_path: Path) -> None:
     settings = ["adapter=lora", "train.epochs=4", "optim.lr=1e-2", "checkpoint.every=1000", "export.merge=true"]
     line = [sys.executable, str(ROOT / "train.py"), *words(model, tmp_path, *settings)]
     ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "736 k parameters, 14.3 k of them trained, in 5 units" in ended.stdout
     (folder,) = tmp_path.glob("outputs/*/*/model")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert merged.num_parameters() == transformers.AutoModelForCausalLM.from_pretrained(model).num_parameters()
-    exported = command("export", tmp_path / "checkpoints", tmp_path / "out", "--dtype", "bf16")
-    assert exported.returncode != 0
-    assert "it holds adapters, without the model that they belong to" in exported.stderr
+    want = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+    def exported(name: str, *options: str) -> Any:
+        made = command("export", tmp_path / "checkpoints", tmp_path / name, *options)
+        assert made.returncode == 0, made.stderr
+        return tmp_path / name
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for param in base.parameters():  # ties are rounded away from zero in training
+        param.data = to_working(param.data, torch.bfloat16)
+    tuned = peft.PeftModel.from_pretrained(base, exported("adapter")).merge_and_unload().state_dict()
+    moved = tmp_path / "moved"
+    shutil.copytree(model, moved)
+    for found in (
+        tuned,
+        *(
+            transformers.AutoModelForCausalLM.from_pretrained(exported(name, "--merge", *options)).state_dict()
+            for name, options in {"merged": [], "merged elsewhere": ["--base", str(moved)]}.items()
+        ),
+    ):
+        assert found.keys() == want.keys()
+        assert all(torch.equal(value, want[name]) for name, value in found.items())
+
+
+def test_adapters_are_merged_into_the_model_alone_that_they_belong_to(pool: Pool, model: Path, tmp_path: Path) -> None:
+    every = ["train.epochs=null", "train.steps=1", "checkpoint.every=1", f"checkpoint.folder={tmp_path / 'saved'}"]
+    line = [*LORA[:3], "train.microbatch_sequences=4", "data.held_out=0", "export.at_end=false", *every]
+    pool.run(ran, 1, words(model, tmp_path, *line), tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    stored = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**stored, name: stored[name] + 1}, other / "model.safetensors", metadata={"format": "pt"})
+
+    def refused(*options: str) -> str:
+        made = command("export", tmp_path / "saved", tmp_path / "out", *options)
+        assert made.returncode != 0
+        return made.stderr
+
+    told = refused("--merge", "--base", str(other))
+    assert "the adapters belong to another model: its weights have other values; give the folder" in told
+    assert "the model that the adapters belong to is not there" in refused("--merge", "--base", str(tmp_path / "none"))
+    assert "is only read to merge adapters into it; add --merge" in refused("--base", str(other))
+    assert not (tmp_path / "out").exists()

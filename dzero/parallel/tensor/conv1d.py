@@ -27,7 +27,7 @@ class ColumnwiseConv1D(ParallelStyle):
     """Column-wise style: input is a DTensor, output this rank's tensor [batch, time, out / ranks]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _cut(module, device_mesh, {"weight": Shard(1), "bias": Shard(0)}, self.src_data_rank)
+        cut_params(module, device_mesh, {"weight": Shard(1), "bias": Shard(0)}, self.src_data_rank)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
 
@@ -36,12 +36,12 @@ class RowwiseConv1D(ParallelStyle):
     """Row-wise style: from this rank's tensor [batch, time, in / ranks] to its [batch, time / ranks, out]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _cut(module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, self.src_data_rank)
+        cut_params(module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, self.src_data_rank)
         module.register_forward_pre_hook(
             lambda _, inputs: (DTensor.from_local(inputs[0], device_mesh, (Shard(-1),), run_check=False),)
         )
         module.register_forward_hook(lambda _, inputs, output: output.redistribute(placements=(Shard(1),)).to_local())
-        _become(module, RowsProjection)
+        become(module, RowsProjection)
         return module
 
 
@@ -57,8 +57,8 @@ class FusedColumnwiseConv1D(ParallelStyle):
             param = module.get_parameter(name)
             viewed = param.detach().view(*param.shape[:-1], self.n, -1)
             setattr(module, name, nn.Parameter(viewed, param.requires_grad))
-        _cut(module, device_mesh, {"weight": Shard(2), "bias": Shard(1)}, self.src_data_rank)
-        _become(module, FusedProjection)
+        cut_params(module, device_mesh, {"weight": Shard(2), "bias": Shard(1)}, self.src_data_rank)
+        become(module, FusedProjection)
         return module
 
 
@@ -90,14 +90,15 @@ class FusedInput(PrepareModuleInput):
         return prepared
 
 
-def _cut(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], source: int | None) -> None:
+def cut_params(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], source: int | None) -> None:
+    """Place the parameters of a module, by name, over an axis; `source` is the rank whose values all get."""
     for name, placement in placements.items():
         param = module.get_parameter(name)
         cut = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=source)
         setattr(module, name, nn.Parameter(cut, param.requires_grad))
 
 
-def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Make `module` an instance of `kind` too, under the same class name."""
     cls = type(module)
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}

@@ -10,7 +10,8 @@ Between attention and feed-forward a rank has 1/tp of every sequence, so nothing
 gathered. Logits stay split along the vocabulary, and `TensorParallel.loss` computes cross-entropy from them.
 
 `parallelize_tensor` takes a plan of torch, a style for each module by name, for a model of any kind. Without one it
-uses the plan of `tensor/plans.py`, for the kinds listed there.
+uses the plan of `tensor/plans.py`, for the kinds listed there. Adapters are cut like the matrices beside them
+(tensor/adapters.py).
 
 A module without a style computes with plain parameters. If it has its whole input, all ranks compute the same
 gradients. If it has a part, each rank silently computes a part of them. A plan must therefore name every module with
@@ -32,6 +33,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from dzero.parallel.cut_params import CutParams, Places, own_of
+from dzero.parallel.tensor.adapters import with_adapters
 from dzero.parallel.tensor.plans import plan_for
 from dzero.utils.ranges import divisors
 
@@ -71,6 +73,7 @@ def parallelize_tensor(
     elif unknown := [each for each in plan if not any(fnmatch(name, each) for name, _ in model.named_modules())]:
         kind = type(model).__name__
         raise ValueError(f"{axis}={mesh.size()}: the plan names {unknown}, which {kind} has not as modules")
+    plan = with_adapters(model, plan, f"{axis}={mesh.size()}")
     places: Places = {}
     for owner, attribute, param in own_of(model):
         if not isinstance(param, DTensor):
@@ -86,6 +89,7 @@ def parallelize_tensor(
             left_whole.append(names[whole])
             continue
         _check(names[whole], cut, parts, axis)
+        parts[0].requires_grad_(whole.requires_grad)  # torch's SequenceParallel makes trained parameters of frozen ones
         made[whole] = parts[0]
         for owner, attribute in owners:
             setattr(owner, attribute, parts[0])

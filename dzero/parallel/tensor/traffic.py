@@ -26,6 +26,10 @@ class TensorSizes:
         experts: Experts of each block if a loss balances them, else 0.
         has_first: Whether this rank has the embedding.
         has_last: Whether this rank has the head and the loss.
+        out, down, head: Ranks (of the matrices) of each adapter beside a block's output projection, beside its last
+            matrix, and beside the head.
+        untrained: Numbers of all_gather and of reduce_scatter that backward leaves out, because nothing before them is
+            trained.
     """
 
     tokens: int
@@ -36,6 +40,10 @@ class TensorSizes:
     has_first: bool
     has_last: bool
     dtype: torch.dtype
+    out: tuple[int, ...] = ()
+    down: tuple[int, ...] = ()
+    head: tuple[int, ...] = ()
+    untrained: tuple[int, int] = (0, 0)
 
 
 def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomputed: bool) -> dict[Entry, Traffic]:
@@ -51,18 +59,25 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
             head               all_gather                      reduce_scatter
             loss               3 all_reduce, fp32, tokens
             block's balance    all_reduce, fp32, 2 * experts                         the same
+            adapter of a row   reduce_scatter, tokens * r      all_gather            the same; ffn: its output too
+            adapter of a head  all_gather, tokens * r          reduce_scatter
 
-    All but the last two rows send (ranks - 1) / ranks of tokens * width. Gradients of parameters that all ranks have
-    are in `expected_copies` (zero/cost_model.py).
+    All but the last four rows send (ranks - 1) / ranks of tokens * width. Adapters beside other matrices send nothing
+    (tensor/adapters.py). Gradients of parameters that all ranks have are in `expected_copies` (zero/cost_model.py).
     """
     cut = sizes.blocks * (1 + sizes.cuts_ffn)
     ends = sizes.has_first + sizes.has_last
-    gathers, reduces = 2 * cut + ends + recomputed * cut, 2 * cut + ends + recomputed * sizes.blocks
-    part = sizes.tokens * sizes.width * sizes.dtype.itemsize * (ranks - 1) // ranks
-    totals = {
-        Entry(PHASE, kind, TENSOR, dtype_key(sizes.dtype)): Traffic(microbatches * calls, microbatches * calls * part)
-        for kind, calls in (("all_gather", gathers), ("reduce_scatter", reduces))
-    }
+    rows, heads = (*sizes.out, *sizes.down), sizes.head
+    gathers, reduces = 2 * cut + ends + recomputed * cut, 2 * cut + ends + recomputed * (sizes.blocks + len(sizes.down))
+    part = sizes.tokens * sizes.dtype.itemsize * (ranks - 1) // ranks
+    totals = {}
+    for kind, calls, of_adapters in (
+        ("all_gather", gathers - sizes.untrained[0], (*rows, *heads)),
+        ("reduce_scatter", reduces - sizes.untrained[1], (*rows, *heads, *(rows if recomputed else ()))),
+    ):
+        sent = microbatches * part * (calls * sizes.width + sum(of_adapters))
+        times = microbatches * (calls + len(of_adapters))
+        totals[Entry(PHASE, kind, TENSOR, dtype_key(sizes.dtype))] = Traffic(times, sent)
     of_the_loss, balances = LOSS_SUMS * sizes.has_last, sizes.blocks * (1 + recomputed) if sizes.experts else 0
     sums = [(microbatches * of_the_loss, sizes.tokens), (microbatches * balances, 2 * sizes.experts)]
     if calls := sum(times for times, _ in sums):

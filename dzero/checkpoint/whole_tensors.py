@@ -1,0 +1,185 @@
+"""Whole tensors of a sharded model on rank 0, gathered one by one, whichever axes of the mesh cut them.
+
+    every rank   tells which boxes of which tensors it has (shard_boxes.py); of several equal ones, one rank sends
+    senders      send their boxes of one tensor after the other, in an order that all ranks know
+    rank 0       puts them together in host memory, and holds those that are read together
+
+Parts travel through host memory, because only rank 0 needs them, and writes them to disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dzero.checkpoint.box import Box
+from dzero.checkpoint.first_rank import groups_on_host
+from dzero.checkpoint.format import DTYPES, NAMES
+from dzero.checkpoint.shard_boxes import ShardBox, ShardBoxes
+from dzero.comm.collectives import gather_json
+from dzero.models.tensor_views import Readable
+from dzero.optim.state_placement import read
+from dzero.zero.dtensors import local_of
+from dzero.zero.sharded import Sharded
+
+
+class WholeTensors:
+    """Parameters and persistent buffers of a sharded model, by their names in the model as built. Collective.
+
+    Attributes:
+        dtypes: Dtype of each tensor.
+        trained: Names of the parameters that are trained.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._own: dict[str, list[torch.Tensor | ShardBox]] = {}
+        mine = _described(sharded, self._own)
+        every = _of_all_ranks(sharded, mine)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.trained: list[str] = []
+        self._senders: dict[str, list[tuple[int, list[Box]]]] = {}
+        for of_rank in every:
+            for name, told in of_rank["tensors"].items():
+                first = name not in self._shapes
+                if first:
+                    self._shapes[name], self.dtypes[name] = tuple(told["shape"]), DTYPES[told["dtype"]]
+                    self.trained += [name] if told["trained"] else []
+                if told["boxes"] and (first or not told["alike"]):
+                    boxes = [Box(tuple(offset), tuple(size)) for offset, size in told["boxes"]]
+                    self._senders.setdefault(name, []).append((of_rank["rank"], boxes))
+        self._waiting: list[str] = []
+        self._together: dict[str, tuple[str, ...]] = {}
+        self._held: dict[str, torch.Tensor] = {}
+
+    def readable(self) -> dict[str, Readable]:
+        """Return the tensors as they are read on rank 0, by name."""
+        return {name: _Whole(self, name, shape) for name, shape in self._shapes.items()}
+
+    def expect(self, groups: Iterable[tuple[str, ...]]) -> None:
+        """Set the order: that of `groups`, the names of the tensors that are read together; the same on all ranks."""
+        for group in groups:
+            self._together |= dict.fromkeys(group, group)
+        self._waiting = [name for name in self._together if self._elems(name)]
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor on the CPU, on rank 0; the first calls for each are in the order of gathers."""
+        if name not in self._held:
+            group = self._together[name]
+            self._held = {each: tensor for each, tensor in self._held.items() if each in group}
+            for each in group:
+                if each not in self._held and self._elems(each):
+                    assert self._waiting[0] == each
+                    self._held[each] = self._gather()
+        return self._held[name]
+
+    def skip_rest(self) -> None:
+        """Take part in the gathers that are left."""
+        while self._waiting:
+            self._gather()
+
+    def _elems(self, name: str) -> int:
+        return math.prod(self._shapes[name])
+
+    @torch.no_grad()
+    def _gather(self) -> torch.Tensor:
+        """Send this rank's part of the next tensor, or on rank 0 put it together."""
+        name, rank = self._waiting.pop(0), dist.get_rank()
+        whole = torch.empty(self._shapes[name] if rank == 0 else 0, dtype=self.dtypes[name])
+        for sender, boxes in self._senders[name]:
+            if rank not in (0, sender):
+                continue
+            count = sum(box.elems for box in boxes)
+            flat = self._part(name) if rank == sender else torch.empty(count, dtype=self.dtypes[name])
+            if sender != 0:
+                data = flat.view(torch.uint8)
+                dist.recv(data, sender) if rank == 0 else dist.send(data, 0)
+            if rank == 0:
+                for box, values in zip(boxes, torch.split(flat, [box.elems for box in boxes]), strict=True):
+                    whole[box.slices(Box.whole(tuple(whole.shape)))] = values.view(box.size)
+        return whole
+
+    def _part(self, name: str) -> torch.Tensor:
+        """Return the boxes of a tensor that this rank sends, flat and one after the other, on the CPU."""
+        parts: list[torch.Tensor] = []
+        for each in self._own[name]:
+            if isinstance(each, ShardBox):
+                parts += each.apart(read(local_of(each.param)).reshape(-1))
+            else:
+                parts.append(each.reshape(-1))
+        return torch.cat([part.detach().cpu() for part in parts]).contiguous()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor of the sharded model, gathered when it is read; see `models.tensor_views.Readable`."""
+
+    tensors: WholeTensors
+    where: str
+    shape: tuple[int, ...]
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        return (self.where,)
+
+    def read(self, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        box = tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
+        return self.tensors.whole(self.where)[box]
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensors.whole(self.where)
+
+
+def _described(sharded: Sharded, own: dict[str, list[torch.Tensor | ShardBox]]) -> dict[str, Any]:
+    """Return what this rank has, as JSON values, and add the tensors to `own`.
+
+    Tensors that are `alike` are the same on all ranks that have them, so that the first of these sends them.
+    """
+    model, places = sharded.model, _places(sharded)
+    aliases = {} if sharded.stages is None else sharded.stages.aliases
+    told: dict[str, Any] = {}
+
+    def add(name: str, dtype: torch.dtype, shape: Sequence[int], boxes: list[Box], trained: bool, alike: bool) -> None:
+        described = told.setdefault(
+            name, {"shape": [*shape], "dtype": NAMES[dtype], "trained": trained, "alike": alike, "boxes": []}
+        )
+        described["boxes"] += [[box.offset, box.size] for box in boxes]
+
+    first_names = {name for name, _ in model.named_parameters()}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in params.items():
+        place = places.get(aliases.get(name, name))
+        if place is None or name not in first_names:
+            continue
+        boxes = [*place.boxes] if place.saves and place.elems else []
+        add(place.name, local_of(param).dtype, place.shape, boxes, param.requires_grad, alike=False)
+        if boxes:
+            own.setdefault(place.name, []).append(place)
+    for name, tensor in model.state_dict().items():
+        alone = name not in params or (name in first_names and not tensor.is_floating_point())
+        if alone and name not in told and isinstance(tensor, torch.Tensor) and tensor.dtype in NAMES:
+            add(name, tensor.dtype, tensor.shape, [Box.whole(tuple(tensor.shape))], trained=False, alike=True)
+            own[name] = [tensor]
+    return {"rank": dist.get_rank(), "tensors": told}
+
+
+def _places(sharded: Sharded) -> dict[str, ShardBox]:
+    """Return the shard boxes of this rank by name in the sharded model, after the updates in flight."""
+    boxes, found = ShardBoxes(sharded), dict[str, ShardBox]()
+    for unit in sharded.units:
+        unit.await_update()
+        found |= {place.own_name: place for place in boxes.of(unit)}
+    return found
+
+
+def _of_all_ranks(sharded: Sharded, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what all ranks of the mesh have, in the order of ranks. Collective."""
+    every = [mine]
+    for group in groups_on_host(sharded):
+        every = [of_rank for of_group in gather_json(every, group) for of_rank in of_group]
+    return sorted(every, key=lambda of_rank: int(of_rank["rank"]))

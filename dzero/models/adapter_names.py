@@ -1,0 +1,118 @@
+"""Names and settings of an adapter in the folder that peft loads, and in a model.
+
+    in the model                             in adapter_model.safetensors, behind `base_model.model.`
+    q_proj.lora_A.default.weight             q_proj.lora_A.weight
+    q_proj.lora_magnitude_vector.default...  q_proj.lora_magnitude_vector
+    wte.lora_embedding_A.default             wte.lora_embedding_A
+    lm_head.modules_to_save.default.weight   lm_head.weight
+    q_proj.base_layer.weight                 none: it is the base's
+
+A llama of the project has adapters beside modules with its own names; those in the folder are the published ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dzero.errors import import_optional
+
+INSIDE = "base_model.model."
+"""Prefix of the names of a model's tensors inside of a `PeftModel`."""
+BASE = "base_layer."
+"""Prefix of the names of a layer's own tensors, beside its adapter."""
+COPY, ORIGINAL = "modules_to_save", "original_module"
+"""Parts of the names of a module that is trained whole, and of the untrained one that it replaces."""
+MAGNITUDE = "lora_magnitude_vector"
+"""Part of the name of the parameter that DoRA adds to a layer."""
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of peft's `init_lora_weights` that leave the model's own weights as they are."""
+FILE = "adapter_config.json"
+NAMED = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern")
+"""Settings that name modules."""
+
+
+def saved_name(name: str, adapter: str) -> str | None:
+    """Return the name that a tensor of a model has in the folder of an adapter, or None if it is no part of that.
+
+    Args:
+        name: Name in the model, with the published names of modules, and without the prefix `INSIDE`.
+        adapter: Name of the adapter in the model.
+    """
+    words = name.split(".")
+    for at in range(len(words) - 1):
+        word, rest = words[at], words[at + 2 :]
+        if words[at + 1] != adapter or not (word == COPY or word.startswith("lora_")):
+            continue
+        kept = [] if word == COPY else [word]
+        return ".".join([*words[:at], *kept, *(() if word == MAGNITUDE else rest)])
+    return None
+
+
+def settings_of(peft_config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name and the settings of the only adapter of a model, as they are saved.
+
+    Raises:
+        ValueError: If there are several adapters, one is no LoRA, or its initial values changed the model's weights.
+    """
+    if reason := why_unsaved(peft_config):
+        raise ValueError(reason)
+    ((name, settings),) = peft_config.items()
+    found = copy.copy(settings)
+    found.inference_mode = True
+    return name, found
+
+
+def why_unsaved(peft_config: Mapping[str, Any]) -> str:
+    """Return why the adapters of a model cannot be written into a folder; empty if they can."""
+    (settings, *others) = peft_config.values()
+    if others:
+        return f"the model has the adapters {[*peft_config]}: only one is saved; delete the others before"
+    if (kind := getattr(settings.peft_type, "value", settings.peft_type)) != "LORA":
+        return f"adapters of type {kind}: only LORA is saved; save a checkpoint instead"
+    if settings.init_lora_weights not in INITIAL:
+        return (
+            f"init_lora_weights={settings.init_lora_weights!r} changed the model's own weights, to which the adapters "
+            f"would be added again; take one of {INITIAL}"
+        )
+    return ""
+
+
+def settings_text(settings: Any) -> str:
+    """Return the text of adapter_config.json, as peft writes it; lists that peft keeps as sets are sorted."""
+    with TemporaryDirectory() as folder:
+        settings.save_pretrained(folder)
+        found = json.loads((Path(folder) / FILE).read_text())
+    for key in NAMED:
+        if isinstance(found.get(key), list):
+            found[key] = sorted(found[key])
+    return json.dumps(found, indent=2, sort_keys=True) + "\n"
+
+
+def settings_from(text: str) -> Any:
+    """Return the settings in the text of an adapter_config.json, as peft reads it."""
+    peft = import_optional("peft", "merging adapters", "peft")
+    with TemporaryDirectory() as folder:
+        (Path(folder) / FILE).write_text(text)
+        return peft.LoraConfig.from_pretrained(folder)
+
+
+def renamed_settings(values: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings in which modules have other names; see `renamed`."""
+
+    def each(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {renamed(name, words): entry for name, entry in value.items()}
+        return value if value is None else [renamed(name, words) for name in value]
+
+    return {key: each(value) if key in NAMED and not isinstance(value, str) else value for key, value in values.items()}
+
+
+def renamed(name: str, words: Mapping[str, str]) -> str:
+    """Return a name, or a pattern of names, with each of its `words` replaced."""
+    return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), name)
