@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dzero.hardware import dtype_of
 from dzero.models.base_record import base_difference, base_record
 from dzero.models.hf import decoder_from
 from dzero.models.published import WRAPPED, Description
@@ -23,11 +24,10 @@ from dzero.zero.units import params_of
 
 @dataclass(frozen=True)
 class Rounded(View):
-    """A tensor in another dtype, rounded as the parameters of a run are, or with the values that `codec` stores."""
+    """A tensor in another dtype, rounded as the parameters of a run are."""
 
     parts: tuple[Readable]
     dtype: torch.dtype
-    codec: WeightCodec | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,14 +36,29 @@ class Rounded(View):
 
     def read(self, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         """Read the elements [offset, offset + size) along every dim, as a CPU tensor."""
-        if self.codec is not None:  # which is about whole rows
-            rows = [offset[0], *(0 for _ in offset[1:])], [size[0], *self.shape[1:]]
-            values = to_working(self.parts[0].read(*rows).float(), self.dtype).flatten(1)
-            self.codec.decode(self.codec.encode(values), values)
-            inside = (slice(first, first + count) for first, count in zip(offset[1:], size[1:], strict=True))
-            return values.view(size[0], *self.shape[1:])[:, *inside]
         values = self.parts[0].read(offset, size)
         return values if values.dtype == self.dtype else to_working(values.float(), self.dtype)
+
+
+@dataclass(frozen=True)
+class Decoded(View):
+    """A matrix, or one per expert, with the values that its quantized form stands for."""
+
+    parts: tuple[Readable]
+    codec: WeightCodec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return tuple(self.parts[0].shape)
+
+    def read(self, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        """Read the elements [offset, offset + size) along every dim, as a CPU tensor."""
+        whole = self.shape[1:]  # blocks are about whole rows
+        values = self.parts[0].read([offset[0], *(0 for _ in whole)], [size[0], *whole]).flatten(1).contiguous()
+        self.codec.decode(self.codec.encode(values), values)
+        inside = (slice(first, first + count) for first, count in zip(offset[1:], size[1:], strict=True))
+        return values.view(size[0], *whole)[:, *inside]
 
 
 def base_weights(
@@ -69,20 +84,19 @@ def base_weights(
     if not Path(local_folder(found)).is_dir():
         raise FileNotFoundError(f"{found}: the model that the adapters belong to is not there; {repair}")
     decoder = decoder_from(json.loads(described.config))
-    weights = local_weights(found, decoder)
-    frozen = "param" if record is None else record.get("frozen", "param")
-    if record is not None and (other := base_difference(record, base_record(decoder, weights, frozen))):
+    weights = {**local_weights(found, decoder)}
+    frozen, used = ("param", "fp32") if record is None else (record.get("frozen", "param"), record.get("dtype", "fp32"))
+    if record is not None and (other := base_difference(record, base_record(decoder, weights, frozen, used))):
         raise ValueError(f"{found}: the adapters belong to another model: {other}; {repair}")
     tensors = decoder.state_dict(keep_vars=True)
     params = dict(decoder.named_parameters())
-    codec, quantized = CODECS.get(frozen), set[str]()
-    if codec is not None:
-        quantized = {param.name for param in params_of(decoder.requires_grad_(False), codec) if param.codec}
+    if (codec := CODECS.get(frozen)) is not None:
+        for param in params_of(decoder.requires_grad_(False), codec):
+            if param.codec is not None:
+                weights[param.name] = Decoded((Rounded((weights[param.name],), dtype_of(used)),), codec)
     aliases = {name for name, _ in decoder.named_parameters(remove_duplicate=False)} - params.keys()
     return {
-        name.removeprefix(WRAPPED): Rounded(
-            (value,), dtype if name in params else tensors[name].dtype, codec if name in quantized else None
-        )
+        name.removeprefix(WRAPPED): Rounded((value,), dtype if name in params else tensors[name].dtype)
         for name, value in weights.items()
         if name not in aliases
     }

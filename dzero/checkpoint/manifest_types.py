@@ -48,6 +48,7 @@ class SavedBase(TypedDict):
     config: dict[str, Any]
     checksum: str
     frozen: NotRequired[str]
+    dtype: NotRequired[str]
 
 
 class SavedExtra(TypedDict):

@@ -19,12 +19,12 @@ NO_DIFFERENCE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype"
 """Keys of config.json that do not change the model."""
 
 
-def base_record(model: nn.Module, weights: Mapping[str, Readable], frozen: str) -> dict[str, Any]:
+def base_record(model: nn.Module, weights: Mapping[str, Readable], frozen: str, dtype: str) -> dict[str, Any]:
     """Return the config.json of a model, and a checksum of its stored weights, as JSON values.
 
     The checksum is of the names and shapes of all tensors, and of one row of each, so that few bytes are read. A llama
-    of the project has the record of the model of transformers that the same folder holds. `frozen` is
-    `precision.frozen`, which decides on the values that adapters were trained beside.
+    of the project has the record of the model of transformers that the same folder holds. `frozen` and `dtype` are
+    `precision.frozen` and `precision.param`, which decide on the values that adapters were trained beside.
     """
     if isinstance(model, Llama):
         config = fixed_config(model.shape)
@@ -40,6 +40,7 @@ def base_record(model: nn.Module, weights: Mapping[str, Readable], frozen: str) 
         "config": {key: value for key, value in config.items() if key not in NO_DIFFERENCE},
         "checksum": digest.hexdigest(),
         "frozen": frozen,
+        "dtype": dtype,
     }
 
 

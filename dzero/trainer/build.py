@@ -74,7 +74,8 @@ class BuiltModel:
         model = build(config.model, vocab_size)
         weights = weights_of(config.model, model)
         adapters = add_adapters(model, config.adapter, config.model.weights_folder)
-        self.base = base_record(model, weights, config.precision.frozen) if config.adapter.kind != "none" else None
+        kinds = config.precision.frozen, config.precision.param
+        self.base = base_record(model, weights, *kinds) if config.adapter.kind != "none" else None
         weights = adapters.first_values(weights)
         self.flops_per_token = flops_per_token(model, config.train.sequence_tokens)
         # The initializer uses the names of modules in the model as built, so it is created before any is sharded.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import dzero as command
 from pool import Pool, WorkerError
 from small_runs import CONF
 from test_finetune import model as model
@@ -73,13 +74,18 @@ def exported(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[s
 
 def test_what_is_merged_is_the_model_that_was_trained(pool: Pool, model: Path, tmp_path: Path) -> None:
     settings = [each for each in QLORA if not each.startswith("export.")]
-    made = pool.run(exported, 2, words(model, tmp_path, *settings, "zero.stage=3"), tmp_path)[0]
+    saved = ["checkpoint.every=3", f"checkpoint.folder={tmp_path / 'saved'}"]
+    made = pool.run(exported, 2, words(model, tmp_path, *settings, *saved, "zero.stage=3"), tmp_path)[0]
     base = transformers.AutoModelForCausalLM.from_pretrained(decoded(model, "nf4", tmp_path / "decoded"))
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "model")
     assert all(torch.equal(dict(tuned.named_parameters())[name], value) for name, value in made.items())
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
     want = tuned.merge_and_unload().state_dict()
-    assert all(torch.equal(value, want[name]) for name, value in found.items())
+    done = command("export", tmp_path / "saved", tmp_path / "of the checkpoint", "--merge", "--dtype=fp32")
+    assert done.returncode == 0, done.stderr
+    for folder in ("merged", "of the checkpoint"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto").state_dict()
+        assert found.keys() == want.keys()
+        assert all(torch.equal(value, want[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize(("kind", "per_block"), [("int8", 66), ("nf4", 34)])
