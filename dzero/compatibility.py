@@ -81,10 +81,10 @@ MESH = (
     ),
     Rule("auto=true mesh.pp>1", "nothing is chosen for a pipeline", "a zero.stage", "zero=auto mesh.pp=2"),
     Rule(
-        "mesh.cp>1 model.kind=hf",
-        "only model.kind=llama and moe attend over sequences that are cut",
-        "mesh.cp=1",
-        "model=hf model.name_or_path=gpt2 mesh.cp=2",
+        "mesh.cp>1 mesh.pp>1 model.kind=hf",
+        "transformers counts positions by the input of a pipeline stage, which is a part of the sequences",
+        "mesh.cp=1, mesh.pp=1, or model.kind=llama",
+        "model=hf model.name_or_path=gpt2 mesh.cp=2 mesh.pp=2",
     ),
     Rule(
         "mesh.pp>1 mesh.tp>1 model.kind=hf",
