@@ -347,24 +347,26 @@ BLOCKS = (
         "block.compile=true block.tiles=2",
     ),
     Rule("block.tiles>1 model.kind=moe", "experts are not cut", "block.tiles=1", "model=tiny_moe block.tiles=2"),
+    Rule(
+        "block.tiles>1 mesh.tp>1",
+        "tiles are cut out of whole matrices",
+        "block.tiles=1, since tensor parallelism makes operators smaller too",
+        "block.tiles=2 mesh.tp=2",
+    ),
+    Rule(
+        "block.tiles>1 mesh.pp>1",
+        "tiles and pipeline stages are not cut out of one model yet",
+        "block.tiles=1",
+        "block.tiles=2 mesh.pp=2",
+    ),
     *(
-        Rule(f"block.{key}>1 {other}", why, f"block.{key}=1{more}", f"block.{key}=2 {example}")
-        for key in ("tiles", "loss_tiles")
-        for other, why, more, example in (
-            (
-                "mesh.tp>1",
-                "tiles are cut out of whole matrices",
-                ", since tensor parallelism makes operators smaller too",
-                "mesh.tp=2",
-            ),
-            ("mesh.pp>1", "tiles and pipeline stages are not cut out of one model yet", "", "mesh.pp=2"),
-            (
-                f"{OVER_REPLICAS}",
-                "the states of a tile are not cut over replicas",
-                f", or {OVER_SHARDS}",
-                f"{OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
-            ),
+        Rule(
+            f"block.{key}>1 {OVER_REPLICAS}",
+            "the states of a tile are not cut over replicas",
+            f"block.{key}=1, or {OVER_SHARDS}",
+            f"block.{key}=2 {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
         )
+        for key in ("tiles", "loss_tiles")
     ),
     *(
         Rule(

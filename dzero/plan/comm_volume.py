@@ -17,6 +17,7 @@ from dzero.parallel.context.parallelize import AttentionSizes, expected_context
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.traffic import TensorSizes, expected_tensor
+from dzero.parallel.tiling.loss import head_of
 from dzero.zero.cost_model import expected_copies
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -57,6 +58,7 @@ def tensor_traffic(
         has_first=stages is None or stages.has_first,
         has_last=stages is None or stages.has_last,
         dtype=layout.param.dtype,
+        tiles_loss=hasattr(head_of(model), "loss_targets"),
     )
     recomputed = config.block.activation_checkpoint != "none"
     moved = expected_tensor(sizes, ranks=mesh.tp, microbatches=layout.microbatches, recomputed=recomputed)

@@ -143,6 +143,7 @@ def text(tmp_path: Path) -> Path:
         ("gemma2", "mesh.cp=2 mesh.cp_attention=ulysses block.activation_checkpoint=full"),
         pytest.param("mistral", "mesh.cp=2 block.activation_checkpoint=selective", marks=pytest.mark.full),
         pytest.param("llama", "mesh.cp=2 mesh.tp=2", marks=pytest.mark.full),
+        pytest.param("llama", "mesh.cp=2 mesh.tp=2 block.loss_tiles=3", marks=pytest.mark.full),
         pytest.param("qwen2", "mesh.cp=2 block.compile=true", marks=pytest.mark.full),
     ],
 )

@@ -26,6 +26,7 @@ class TensorSizes:
         experts: Experts of each block if a loss balances them, else 0.
         has_first: Whether this rank has the embedding.
         has_last: Whether this rank has the head and the loss.
+        tiles_loss: Whether the loss is computed in tiles of tokens.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class TensorSizes:
     has_first: bool
     has_last: bool
     dtype: torch.dtype
+    tiles_loss: bool = False
 
 
 def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomputed: bool) -> dict[Entry, Traffic]:
@@ -50,9 +52,10 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
             embedding          reduce_scatter                  all_gather
             head               all_gather                      reduce_scatter
             loss               3 all_reduce, fp32, tokens
+            loss in tiles      all_gather, fp32, 2 * tokens
             block's balance    all_reduce, fp32, 2 * experts                         the same
 
-    All but the last two rows send (ranks - 1) / ranks of tokens * width. Gradients of parameters that all ranks have
+    All but the last three rows send (ranks - 1) / ranks of tokens * width. Gradients of parameters that all ranks have
     are in `expected_copies` (zero/cost_model.py).
     """
     cut = sizes.blocks * (1 + sizes.cuts_ffn)
@@ -63,7 +66,12 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
         Entry(PHASE, kind, TENSOR, dtype_key(sizes.dtype)): Traffic(microbatches * calls, microbatches * calls * part)
         for kind, calls in (("all_gather", gathers), ("reduce_scatter", reduces))
     }
-    of_the_loss, balances = LOSS_SUMS * sizes.has_last, sizes.blocks * (1 + recomputed) if sizes.experts else 0
+    if sizes.has_last and sizes.tiles_loss:
+        of_tiles = Entry(PHASE, "all_gather", TENSOR, dtype_key(torch.float32))
+        sent = (ranks - 1) * 2 * sizes.tokens * torch.float32.itemsize
+        totals[of_tiles] = totals.get(of_tiles, Traffic()) + Traffic(microbatches, microbatches * sent)
+    of_the_loss = LOSS_SUMS * sizes.has_last * (not sizes.tiles_loss)
+    balances = sizes.blocks * (1 + recomputed) if sizes.experts else 0
     sums = [(microbatches * of_the_loss, sizes.tokens), (microbatches * balances, 2 * sizes.experts)]
     if calls := sum(times for times, _ in sums):
         sent = sum(times * (2 * (ranks - 1) * elems * torch.float32.itemsize // ranks) for times, elems in sums)
