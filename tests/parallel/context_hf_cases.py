@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dzero
 from dzero.comm.ledger import Ledger
 from dzero.mesh import context_group, make_mesh
 from dzero.parallel.context.parallelize import ContextParallel
@@ -70,7 +71,6 @@ class Case:
     attention: str = "all_gather"
     ranks: int = 2
     packed: bool = False
-    dropout: float = 0.0
 
 
 def model_of(kind: str) -> Any:
@@ -131,3 +131,18 @@ def split(rank: int, ranks: int, case: Case) -> tuple[float, dict[str, Tensor]]:
             grads[name] = copy.copy(param.grad)
             dist.all_reduce(grads[name])
     return float(total), grads
+
+
+def sharded(rank: int, ranks: int, case: Case, stage: int) -> float:
+    """Loss of packed sequences, summed over the ranks, by the model itself in a loop of one's own."""
+    mesh = dzero.make_mesh("cpu", replicate=ranks if stage == 0 else 1)
+    cut = dzero.parallelize(model_of(case.kind), mesh, dzero.ParallelConfig(cp=ranks, cp_attention=case.attention))
+    made = dzero.shard(cut, stage=stage, precision="fp32")
+    assert made.context is not None
+    tokens, targets = (made.context.part(each) for each in drawn())
+    with made.microbatch(is_last=True):
+        loss = loss_of(made.model, tokens, targets, positions_of(case.packed))
+        loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_hf_cases import KINDS, SIZES, Case, model_of, split, whole
+from context_hf_cases import KINDS, SIZES, Case, model_of, sharded, split, whole
 from pool import Pool
 from small_runs import CONF, ROOT
 
@@ -48,8 +48,15 @@ def test_loss_and_gradients_are_those_of_whole_sequences(pool: Pool, case: Case)
             assert (of_params[name] - want).norm() <= GRADS * want.norm() + 1e-9, name
 
 
-def told(rank: int, ranks: int, case: Case, change: str) -> str:
-    """The error of a split forward, after a change of the model."""
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loop_of_ones_own_gives_parts_and_whole_positions(pool: Pool, stage: int) -> None:
+    case = Case(kind="mistral", packed=True)
+    want, _ = whole(case.kind, case.packed)
+    assert pool.run(sharded, 2, case, stage) == [pytest.approx(want, rel=LOSS)] * 2
+
+
+def told(rank: int, ranks: int, case: Case) -> str:
+    """The error of a split forward."""
     try:
         split(rank, ranks, case)
     except ValueError as error:
@@ -67,7 +74,7 @@ def told(rank: int, ranks: int, case: Case, change: str) -> str:
     ids=str,
 )
 def test_what_an_attention_cannot_do_is_refused(pool: Pool, case: Case, message: str) -> None:
-    for error in pool.run(told, case.ranks, case, ""):
+    for error in pool.run(told, case.ranks, case):
         assert message in error
         assert "all_gather" in error
         assert "\n" not in error
