@@ -85,10 +85,10 @@ MESH = (
     ),
     Rule("auto=true mesh.pp>1", "nothing is chosen for a pipeline", "a zero.stage", "zero=auto mesh.pp=2"),
     Rule(
-        "mesh.cp>1 model.kind=hf",
-        "only model.kind=llama and moe attend over sequences that are cut",
-        "mesh.cp=1",
-        "model=hf model.name_or_path=gpt2 mesh.cp=2",
+        "mesh.cp>1 mesh.pp>1 model.kind=hf",
+        "transformers counts positions by the input of a pipeline stage, which is a part of the sequences",
+        "mesh.cp=1, mesh.pp=1, or model.kind=llama",
+        "model=hf model.name_or_path=gpt2 mesh.cp=2 mesh.pp=2",
     ),
     Rule(
         "mesh.pp>1 mesh.tp>1 model.kind=hf",
@@ -398,24 +398,26 @@ BLOCKS = (
         "block.compile=true block.tiles=2",
     ),
     Rule("block.tiles>1 model.kind=moe", "experts are not cut", "block.tiles=1", "model=tiny_moe block.tiles=2"),
+    Rule(
+        "block.tiles>1 mesh.tp>1",
+        "tiles are cut out of whole matrices",
+        "block.tiles=1, since tensor parallelism makes operators smaller too",
+        "block.tiles=2 mesh.tp=2",
+    ),
+    Rule(
+        "block.tiles>1 mesh.pp>1",
+        "tiles and pipeline stages are not cut out of one model yet",
+        "block.tiles=1",
+        "block.tiles=2 mesh.pp=2",
+    ),
     *(
-        Rule(f"block.{key}>1 {other}", why, f"block.{key}=1{more}", f"block.{key}=2 {example}")
-        for key in ("tiles", "loss_tiles")
-        for other, why, more, example in (
-            (
-                "mesh.tp>1",
-                "tiles are cut out of whole matrices",
-                ", since tensor parallelism makes operators smaller too",
-                "mesh.tp=2",
-            ),
-            ("mesh.pp>1", "tiles and pipeline stages are not cut out of one model yet", "", "mesh.pp=2"),
-            (
-                f"{OVER_REPLICAS}",
-                "the states of a tile are not cut over replicas",
-                f", or {OVER_SHARDS}",
-                f"{OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
-            ),
+        Rule(
+            f"block.{key}>1 {OVER_REPLICAS}",
+            "the states of a tile are not cut over replicas",
+            f"block.{key}=1, or {OVER_SHARDS}",
+            f"block.{key}=2 {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
         )
+        for key in ("tiles", "loss_tiles")
     ),
     *(
         Rule(

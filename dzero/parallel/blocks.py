@@ -50,10 +50,7 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str, tokens
     """
     if config.tiles > 1:
         _tile_mlps(model, config)
-    if config.loss_tiles is None and tokens is not None:
-        tile_large_loss(model, tokens)
-    elif config.loss_tiles is not None and config.loss_tiles > 1:
-        tile_loss(model, config.loss_tiles)
+    apply_loss_tiles(model, config, tokens)
     blocks = [block for _, block in find_blocks(model)]
     compiles = config.compiles(device_type)
     if not blocks and (config.activation_checkpoint != "none" or config.compile):
@@ -70,6 +67,27 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str, tokens
         wrap_method(blocks, "forward", partial(checkpointed, context_fn=selective))
     if compiles:
         wrap_method(blocks, "forward", torch.compile)
+
+
+def apply_loss_tiles(
+    model: nn.Module, config: BlockConfig, tokens: int | None = None, *, tp: int = 1, pp: int = 1
+) -> None:
+    """Tile the loss of `model` in place; with tp or pp along tokens, before the model is cut along these axes.
+
+    Args:
+        model: Model, before it is sharded.
+        config: Transformations.
+        tokens: As for `apply_blocks`.
+        tp: Ranks that the vocabulary will be split over.
+        pp: Ranks that the layers will be split over.
+
+    Raises:
+        ValueError: If tiles are set and the model's loss cannot be tiled.
+    """
+    if config.loss_tiles is None and tokens is not None:
+        tile_large_loss(model, tokens, tp)
+    elif config.loss_tiles is not None and config.loss_tiles > 1:
+        tile_loss(model, config.loss_tiles, by_tokens=tp * pp > 1)
 
 
 def _tile_mlps(model: nn.Module, config: BlockConfig) -> None:

@@ -23,8 +23,8 @@ class BlockConfig:
     tiles: int = 1
     """Tiles of each block's MLPs, gathered and freed one after the other. 1: no tiling."""
     loss_tiles: int | None = None
-    """Tiles of the logits and their loss, along the vocabulary. 1: no tiling. null: as many along tokens as keep the
-    logits of a tile within 128 MiB in fp32, without mesh.tp and mesh.pp."""
+    """Tiles of the logits and their loss, along the vocabulary; with mesh.tp or mesh.pp, along tokens. 1: no tiling.
+    null: as many along tokens as keep the logits of a tile within 128 MiB in fp32."""
 
     def __post_init__(self) -> None:
         if self.activation_checkpoint not in ACTIVATIONS:

@@ -19,6 +19,7 @@ from dzero.parallel.context.parallelize import AttentionSizes, expected_context
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.traffic import TensorSizes, expected_tensor
+from dzero.parallel.tiling.loss import head_of
 from dzero.zero.cost_model import expected_copies
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -61,6 +62,7 @@ def tensor_traffic(
         dtype=layout.param.dtype,
         **_adapters(model),
         untrained=_untrained(model, stages),
+        tiles_loss=hasattr(head_of(model), "loss_targets"),
     )
     recomputed = config.block.activation_checkpoint != "none"
     moved = expected_tensor(sizes, ranks=mesh.tp, microbatches=layout.microbatches, recomputed=recomputed)

@@ -32,7 +32,7 @@ from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.loss import losses_of
-from dzero.plan.run_layout import loss_tokens, parallel_of
+from dzero.plan.run_layout import parallel_of, tile_loss_of
 from dzero.zero.quantized_weights import CODECS
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
@@ -62,7 +62,8 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     cut = config.mesh.cp * config.mesh.pp > 1
     model = build(replace(config.model, max_tokens=None) if cut else config.model, vocab_size)
     add_adapters(model, config.adapter)
-    apply_blocks(model, config.block, "cpu", loss_tokens(config))
+    tile_loss_of(config, model)
+    apply_blocks(model, replace(config.block, loss_tiles=1), "cpu")
     return model
 
 
@@ -159,7 +160,8 @@ def _loss_of(config: RunConfig, stages: ModelStages | None) -> Loss:
         x = tokens if stages.has_first else hidden.on("cpu").requires_grad_()
 
         def run() -> torch.Tensor:
-            out: torch.Tensor = model(x, torch.arange(shape[1])) if isinstance(model, Llama) else model(x)
+            positions = {"positions": torch.arange(shape[1])} if isinstance(model, Llama) else {}
+            out: torch.Tensor = model(x, **positions)
             return out
 
         return with_added(losses_of(model, targets, run) if stages.has_last else run().sum(), model)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from dzero.compatibility import check_compatible
 from dzero.config import RunConfig
 from dzero.data.files import find
@@ -18,6 +20,7 @@ from dzero.launch.config import check_group, launched
 from dzero.launch.devices import check_workers, device_type, worker_count
 from dzero.models.hf import check_folder
 from dzero.optim.build import check_layout, check_rule_name
+from dzero.parallel.blocks import apply_loss_tiles
 from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
 from dzero.utils.hub_cache import is_repository
@@ -84,10 +87,11 @@ def parallel_of(config: RunConfig) -> ParallelConfig:
     )
 
 
-def loss_tokens(config: RunConfig) -> int | None:
-    """Return the tokens of a rank's microbatch, by which its loss is tiled; None where the head is on other ranks."""
+def tile_loss_of(config: RunConfig, model: nn.Module) -> None:
+    """Tile the loss of a run's model in place, before the model is cut along any axis."""
     train, mesh = config.train, config.mesh
-    return train.microbatch_sequences * train.sequence_tokens // mesh.cp if mesh.tp == mesh.pp == 1 else None
+    tokens = train.microbatch_sequences * train.sequence_tokens // mesh.cp
+    apply_loss_tiles(model, config.block, tokens, tp=mesh.tp, pp=mesh.pp)
 
 
 def check_ranks(config: RunConfig, world: int) -> None:

@@ -38,7 +38,7 @@ from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
 from dzero.parallel.tiling.loss import losses_of
-from dzero.plan.run_layout import loss_tokens, parallel_of
+from dzero.plan.run_layout import parallel_of, tile_loss_of
 from dzero.zero.dtensors import local_of
 from dzero.zero.init_params import Materialise
 from dzero.zero.shard import shard
@@ -86,11 +86,12 @@ class BuiltModel:
             weights=blank(model, weights),
             initializers=adapters.initializers,
         )
+        tile_loss_of(config, model)
         self._parallel = parallelize(model, self.mesh, parallel_of(config))
         self.experts, stages = self._parallel.experts, self._parallel.stages
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
-        block = config.block if compiles else replace(config.block, compile=False)
-        apply_blocks(model, block, device.type, loss_tokens(config))
+        block = replace(config.block, loss_tiles=1, compile=config.block.compile if compiles else False)
+        apply_blocks(model, block, device.type)
         self.counts_tensor = mesh.tp > 1 and not block.compiles(device.type)
         self.sharded = shard(
             self._parallel,
@@ -125,7 +126,7 @@ class BuiltModel:
             with record_function("forward"):
                 number = None if self.pipeline is None else self.pipeline.microbatch
                 packed = None if number is None else self._positions[number]
-                out: Tensor = part(x, positions if packed is None else packed) if counts else part(x)
+                out: Tensor = part(x, positions=positions if packed is None else packed) if counts else part(x)
                 return out
 
         def loss(part: nn.Module, x: Tensor, targets: Tensor) -> Tensor:

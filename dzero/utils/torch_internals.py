@@ -302,9 +302,12 @@ def attention_operators(suffix: str = "") -> list[Any]:
     return [each for each in found if each is not None]
 
 
-def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None = None, dropout: float = 0.0
+) -> torch.Tensor:
     """Return causal attention by CUDA's flash kernel, which aligns queries and keys at their ends."""
-    attended: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)[0]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    attended: torch.Tensor = kernel(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)[0]
     return attended
 
 

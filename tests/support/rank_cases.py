@@ -116,7 +116,10 @@ def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]
         sharded, optim = built.sharded, AdamW(built.sharded, threads=1)
 
         def step() -> None:
-            for index in range(built.microbatches):
+            if built.pipeline is not None:
+                batches = [Batch(tokens, tokens) for _ in range(built.microbatches)]
+                built.pipelined(batches, tokens.numel(), lambda loss: loss)
+            for index in range(built.microbatches if built.pipeline is None else 0):
                 with sharded.microbatch(is_last=index == built.microbatches - 1), built.losses():
                     (built.loss(Batch(tokens, tokens), tokens.numel()) / built.microbatches).backward()  # type: ignore[no-untyped-call]
             optim.step()

@@ -92,7 +92,7 @@ def test_a_model_that_mixes_packed_conversations_is_refused(
         assert message == ""
 
 
-@pytest.mark.parametrize("settings", ["zero.stage=0", "zero.stage=3 offload=host block.loss_tiles=3"])
+@pytest.mark.parametrize("settings", ["zero.stage=0", "zero.stage=3 offload=host block.loss_tiles=3", "mesh.cp=2"])
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_a_model_that_keeps_them_apart_is_taken_and_nothing_is_left_of_the_check(
     pool: Pool,

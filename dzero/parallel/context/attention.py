@@ -21,6 +21,7 @@ inside selective checkpoints. Other kernels support only a causal square or mask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from dzero.comm.context_exchange import ContextExchange
 from dzero.models.llama import within_documents
 from dzero.parallel.context.ring import Ring
+from dzero.parallel.context.scores import PLAIN, Scores, attention_of
 from dzero.parallel.context.zigzag import chunks_of, cut, joined
 from dzero.parallel.divisibility import check_heads
 from dzero.utils.torch_internals import FLASH, flash_attention
@@ -44,8 +46,16 @@ class ContextAttention(Protocol):
     The result has the shape of query.
     """
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute attention; all ranks of the axis call it, in the same order. `mask` is what `mask_of` returned."""
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
+        """Compute attention; all ranks of the axis call it, in the same order.
+
+        `mask` is what `mask_of` returned, or bool [batch or 1, 1, queries, time] for the queries of `queries`.
+        """
+
+    def queries(self, time: int, device: torch.device) -> Tensor:
+        """Return the places in a sequence of `time` tokens of the queries that this rank computes for, int64."""
 
     def mask_of(self, positions: Tensor) -> Tensor:
         """Return the mask for sequences that hold several documents, from the positions of all of their tokens.
@@ -62,24 +72,26 @@ class AllGather:
 
     def mask_of(self, positions: Tensor) -> Tensor:
         """Return which keys of the sequence each query of this rank attends to, bool [batch, 1, part, time]."""
-        return within_documents(positions)[:, :, self._own(positions.shape[1], positions.device)]
+        return within_documents(positions)[:, :, self.queries(positions.shape[1], positions.device)]
 
-    def _own(self, time: int, device: torch.device) -> Tensor:
-        """Return the places in a sequence of `time` tokens that this rank has, int64 [part]."""
+    def queries(self, time: int, device: torch.device) -> Tensor:
+        """Return the places of this rank's tokens, int64 [part]."""
         chunks = torch.arange(time, device=device).chunk(2 * self._exchange.ranks)
         return torch.cat([chunks[chunk] for chunk in chunks_of(self._exchange.rank, self._exchange.ranks)])
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
         """Implement `ContextAttention`."""
         keys, values = _Gathered.apply(key, value, self._exchange)  # type: ignore[no-untyped-call]
         if mask is not None:
-            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=_grouped(query, keys))
+            return attention_of(query, keys, values, mask, scores)
         ours = chunks_of(self._exchange.rank, self._exchange.ranks)
         mixed: list[Tensor] = []
         self._masks.tokens = keys.shape[2]
         for chunk, queries in zip(ours, query.chunk(2, dim=2), strict=True):
             end = (chunk + 1) * queries.shape[2]
-            mixed += over_prefix(queries, keys[:, :, :end], values[:, :, :end], self._masks)
+            mixed += over_prefix(queries, keys[:, :, :end], values[:, :, :end], self._masks, scores)
         return torch.cat(mixed, dim=2)
 
 
@@ -93,7 +105,13 @@ class Ulysses:
         """Return which keys each query attends to, bool [batch, 1, time, time]."""
         return within_documents(positions)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def queries(self, time: int, device: torch.device) -> Tensor:
+        """Return all places of the sequence, int64 [time]."""
+        return torch.arange(time, device=device)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
         """Implement `ContextAttention`; raise ValueError if the ranks do not divide the heads."""
         ranks = self._exchange.ranks
         check_heads(query.shape[1], key.shape[1], ranks)
@@ -101,8 +119,9 @@ class Ulysses:
         sizes = [each.shape[2] for each in ours]
         whole = _ToHeads.apply(torch.cat(ours, dim=2).transpose(0, 1), self._exchange)  # type: ignore[no-untyped-call]
         query, key, value = whole.split(sizes, dim=1)
-        grouped, causal = _grouped(query, key), mask is None
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
+        if scores.sinks is not None:
+            scores = replace(scores, sinks=scores.sinks.chunk(ranks)[self._exchange.rank])
+        mixed = attention_of(query, key, value, mask, scores)
         back: Tensor = _ToSequence.apply(mixed, self._exchange)  # type: ignore[no-untyped-call]
         return back.transpose(0, 1).flatten(1, 2)
 
@@ -139,23 +158,25 @@ class Masks:
         return mask[-tile.shape[2] :, self.tokens - keys :]
 
 
-def over_prefix(query: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Iterator[Tensor]:
+def over_prefix(query: Tensor, keys: Tensor, values: Tensor, masks: Masks, scores: Scores = PLAIN) -> Iterator[Tensor]:
     """Yield the attention of queries to the prefix of a sequence that ends with them, tile by tile.
 
     The query is [batch, heads, time, dim], and keys and values are [batch, kv_heads, >= time, dim].
     """
     time, length, grouped = query.shape[2], keys.shape[2], _grouped(query, keys)
     if time == length:
-        yield F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=grouped)
+        yield attention_of(query, keys, values, None, scores)
         return
     if _has_flash(query, keys, values):
-        yield flash_attention(query, keys, values)
+        yield flash_attention(query, keys, values, scale=scores.scale, dropout=scores.dropout)
         return
     for start in range(0, time, TILE_TOKENS):
         tile = query[:, :, start : start + TILE_TOKENS]
         end = length - time + start + tile.shape[2]
         seen = keys[:, :, :end], values[:, :, :end]
-        yield F.scaled_dot_product_attention(tile, *seen, attn_mask=masks.of(tile, end), enable_gqa=grouped)
+        yield F.scaled_dot_product_attention(
+            tile, *seen, masks.of(tile, end), scores.dropout, scale=scores.scale, enable_gqa=grouped
+        )
 
 
 def _has_flash(query: Tensor, keys: Tensor, values: Tensor) -> bool:

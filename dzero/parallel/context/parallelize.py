@@ -8,8 +8,9 @@
 Everything else processes one token at a time. The ranks are data-parallel, and their gradients are averaged: a loss is
 the sum over a rank's own tokens, divided by the mean number of tokens that count on a rank.
 
-The model is plain torch: one module has `features(tokens, positions)`, others `attend(query, key, value)` on tensors
-[batch, heads, time, head_dim], and both are replaced in place.
+A model of transformers is given another attention kernel (context/hf.py). Any other model is plain torch: one module
+has `features(tokens, positions)`, others `attend(query, key, value)` on tensors [batch, heads, time, head_dim], and
+both are replaced in place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
 from dzero.comm.reduction import ExactReduction, NativeReduction
 from dzero.mesh import CONTEXT
 from dzero.parallel.context.attention import ATTENTIONS, ContextAttention
+from dzero.parallel.context.hf import SplitModel, transformers_model
 from dzero.parallel.context.ring import hops
 from dzero.parallel.context.zigzag import Zigzag
 from dzero.parallel.forward_wrapping import Forward, wrap_method
@@ -35,6 +37,9 @@ from dzero.parallel.forward_wrapping import Forward, wrap_method
 
 class ContextParallel:
     """Context parallelism of a model, which is changed in place, and of its tokens.
+
+    Attributes:
+        split_model: The model of transformers inside of the model; None if there is none.
 
     Args:
         model: Model, sharded or about to be.
@@ -55,6 +60,11 @@ class ContextParallel:
         self._zigzag = Zigzag(group.rank(), group.size())
         exchange = ContextExchange((ExactReduction if exact else NativeReduction)(group), group.rank(), CONTEXT, ledger)
         attends = ATTENTIONS[attention](exchange)
+        published = transformers_model(model)
+        self.split_model: SplitModel | None = None
+        if published is not None:
+            self.split_model = SplitModel(published, self._zigzag, attends, attention)
+            return
         for method, wrap, key, needs in (
             ("attend", _attending, "context_attention", _eager(attends)),
             ("features", _positioned, "context_part", (self._zigzag, attends.mask_of)),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dzero.comm.context_exchange import ContextExchange
+from dzero.parallel.context.scores import PLAIN, Scores
 from dzero.utils.torch_internals import Seam, check
 
 aten = torch.ops.aten
@@ -69,28 +70,53 @@ class Ring:
             "not tell apart; take all_gather or ulysses"
         )
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Implement `ContextAttention`; raise ValueError on CUDA for inputs that flash attention does not take."""
+    def queries(self, time: int, device: torch.device) -> Tensor:
+        """Raise ValueError: queries are asked for to make masks, which torch's ring attention does not take."""
+        raise ValueError(
+            f"mesh.cp_attention=ring: it takes no masks (of {time} tokens on {device}), as documents that share a "
+            "sequence, windows and caps need them; take mesh.cp_attention=all_gather or ulysses"
+        )
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
+        """Implement `ContextAttention`; raise ValueError for what the kernels do not take."""
+        if mask is not None or scores.dropout or not scores.is_fused:
+            raise ValueError(
+                f"mesh.cp_attention=ring: it takes no masks, caps, sinks and dropout={scores.dropout} of attention; "
+                "take mesh.cp_attention=all_gather or ulysses"
+            )
         if query.is_cuda and (query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8):
             raise ValueError(
                 f"mesh.cp_attention=ring with heads of {query.shape[-1]} in {query.dtype}: on CUDA it takes bf16 or "
                 "fp16, and a multiple of 8; take mesh.cp_attention=all_gather"
             )
-        mixed: Tensor = _Ring.apply(query, key, value, self._exchange, self._loops)  # type: ignore[no-untyped-call]
+        scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        ring: Any = _Ring.apply
+        mixed: Tensor = ring(query, key, value, self._exchange, self._loops, scale)
         return mixed
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: ContextExchange, loops: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        exchange: ContextExchange,
+        loops: Any,
+        scale: float,
+    ) -> Tensor:
         on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
         kernel = aten._scaled_dot_product_flash_attention if query.is_cuda else on_cpu
         mixed: Tensor
         with exchange.ring(key, hops(key.dtype, exchange.ranks)[0]):
             mixed, sums, *rest = loops._templated_ring_attention(
-                exchange.group, TIME, _forward(kernel), query, key, value, is_causal=True, dropout_p=0.0
+                exchange.group, TIME, _forward(kernel), query, key, value, is_causal=True, dropout_p=0.0, scale=scale
             )
-        ctx.exchange, ctx.loops, ctx.rest = exchange, loops, dict(zip(FLASH, rest, strict=False))
+        ctx.exchange, ctx.loops, ctx.scale = exchange, loops, scale
+        ctx.rest = dict(zip(FLASH, rest, strict=False))
         ctx.save_for_backward(query, key, value, mixed, sums)
         return mixed
 
@@ -113,9 +139,10 @@ class _Ring(torch.autograd.Function):
                 sums,
                 is_causal=True,
                 dropout_p=0.0,
+                scale=ctx.scale,
                 **ctx.rest,
             )
-        return (*found[:3], None, None)
+        return (*found[:3], None, None, None)
 
 
 def _forward(kernel: Any) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ class TensorSizes:
             matrix, and beside the head.
         untrained: Numbers of all_gather and of reduce_scatter that backward leaves out, because nothing before them is
             trained.
+        tiles_loss: Whether the loss is computed in tiles of tokens.
     """
 
     tokens: int
@@ -44,6 +45,7 @@ class TensorSizes:
     down: tuple[int, ...] = ()
     head: tuple[int, ...] = ()
     untrained: tuple[int, int] = (0, 0)
+    tiles_loss: bool = False
 
 
 def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomputed: bool) -> dict[Entry, Traffic]:
@@ -58,11 +60,12 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
             embedding          reduce_scatter                  all_gather
             head               all_gather                      reduce_scatter
             loss               3 all_reduce, fp32, tokens
+            loss in tiles      all_gather, fp32, 2 * tokens
             block's balance    all_reduce, fp32, 2 * experts                         the same
             adapter of a row   reduce_scatter, tokens * r      all_gather            the same; ffn: its output too
             adapter of a head  all_gather, tokens * r          reduce_scatter
 
-    All but the last four rows send (ranks - 1) / ranks of tokens * width. Adapters beside other matrices send nothing
+    All but the last five rows send (ranks - 1) / ranks of tokens * width. Adapters beside other matrices send nothing
     (tensor/adapters.py). Gradients of parameters that all ranks have are in `expected_copies` (zero/cost_model.py).
     """
     cut = sizes.blocks * (1 + sizes.cuts_ffn)
@@ -78,7 +81,12 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
         sent = microbatches * part * (calls * sizes.width + sum(of_adapters))
         times = microbatches * (calls + len(of_adapters))
         totals[Entry(PHASE, kind, TENSOR, dtype_key(sizes.dtype))] = Traffic(times, sent)
-    of_the_loss, balances = LOSS_SUMS * sizes.has_last, sizes.blocks * (1 + recomputed) if sizes.experts else 0
+    if sizes.has_last and sizes.tiles_loss:
+        of_tiles = Entry(PHASE, "all_gather", TENSOR, dtype_key(torch.float32))
+        sent = (ranks - 1) * 2 * sizes.tokens * torch.float32.itemsize
+        totals[of_tiles] = totals.get(of_tiles, Traffic()) + Traffic(microbatches, microbatches * sent)
+    of_the_loss = LOSS_SUMS * sizes.has_last * (not sizes.tiles_loss)
+    balances = sizes.blocks * (1 + recomputed) if sizes.experts else 0
     sums = [(microbatches * of_the_loss, sizes.tokens), (microbatches * balances, 2 * sizes.experts)]
     if calls := sum(times for times, _ in sums):
         sent = sum(times * (2 * (ranks - 1) * elems * torch.float32.itemsize // ranks) for times, elems in sums)

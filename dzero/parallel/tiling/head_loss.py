@@ -9,6 +9,7 @@ summand, and their sum, each as large as the weight, which is larger than a tile
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,21 +52,40 @@ class _TiledLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         features, weight, bias, targets = ctx.saved_tensors
-        wants_features, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_features = torch.empty_like(features) if wants_features else None
-        of_weight = torch.zeros_like(weight) if wants_weight else None
-        of_bias = torch.zeros_like(bias) if wants_bias else None
-        start = 0
-        for part, of_part in zip(features.chunk(ctx.n), targets.chunk(ctx.n), strict=True):
-            of_logits = _grad_of_logits(F.linear(part, weight, bias), of_part, grad)
-            if of_features is not None:
-                torch.mm(of_logits, weight, out=of_features[start : start + len(part)])
-            if of_weight is not None:
-                of_weight.addmm_(of_logits.t(), part)
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-            start += len(part)
-        return of_features, of_weight, of_bias, None, None
+
+        def of_logits(logits: Tensor, rows: slice) -> Tensor:
+            return _grad_of_logits(logits, targets[rows], grad)
+
+        wanted = ctx.needs_input_grad[:3]
+        return (*grads_in_tiles(features, weight, bias, ctx.n, wanted, of_logits), None, None)
+
+
+def grads_in_tiles(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    n: int,
+    wanted: Sequence[bool],
+    of_logits: Callable[[Tensor, slice], Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of features [tokens, hidden], weight [vocabulary, hidden] and bias, where they are wanted.
+
+    `of_logits` returns the gradient of a tile's logits, from the logits [rows, vocabulary] and their rows.
+    """
+    of_features = torch.empty_like(features) if wanted[0] else None
+    of_weight = torch.zeros_like(weight) if wanted[1] else None
+    of_bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+    start = 0
+    for part in features.chunk(n):
+        grad = of_logits(F.linear(part, weight, bias), slice(start, start + len(part)))
+        if of_features is not None:
+            torch.mm(grad, weight, out=of_features[start : start + len(part)])
+        if of_weight is not None:
+            of_weight.addmm_(grad.t(), part)
+        if of_bias is not None:
+            of_bias += grad.sum(0)
+        start += len(part)
+    return of_features, of_weight, of_bias
 
 
 def _grad_of_logits(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:

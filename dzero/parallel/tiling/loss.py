@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,7 @@ from dzero.models.llama import Llama
 from dzero.parallel.forward_wrapping import Forward, wrap_method
 from dzero.parallel.loss import sum_of_losses
 from dzero.parallel.tiling.head_loss import sum_of_tiled_losses
+from dzero.parallel.tiling.split_head_loss import sum_of_split_losses
 from dzero.parallel.tiling.tile import tile_all, tiles_of
 from dzero.utils.torch_internals import fake_tensors
 
@@ -75,15 +77,16 @@ def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
     wrap_method([model], "forward", _or_loss)
 
 
-def tile_large_loss(model: nn.Module, tokens: int) -> None:
+def tile_large_loss(model: nn.Module, tokens: int, ranks: int = 1) -> None:
     """Tile the loss of a microbatch of `tokens` along tokens, so that the fp32 logits of a tile take `LOGITS_BYTES`.
 
-    Models whose logits are smaller stay as they are, and so do those whose loss cannot be tiled.
+    Models whose logits are smaller stay as they are, and so do those whose loss cannot be tiled. `ranks` are those that
+    the vocabulary will be split over.
     """
     head = head_of(model)
     if not isinstance(head, nn.Linear):
         return
-    n = math.ceil(tokens * head.out_features * torch.float32.itemsize / LOGITS_BYTES)
+    n = math.ceil(tokens * head.out_features * torch.float32.itemsize / (LOGITS_BYTES * ranks))
     if n > 1 and returns_logits_of(model, head):
         tile_loss(model, min(n, tokens), by_tokens=True)
 
@@ -145,7 +148,8 @@ def losses_of(model: nn.Module, targets: Tensor, run: Callable[[], Any]) -> Tens
     if not hasattr(head, "loss_targets"):
         return sum_of_losses(_logits(run()), targets)
     with _given(head, targets):
-        return _logits(run())
+        total = _logits(run())
+    return total.to_local().sum() if isinstance(total, DTensor) else total  # of a split head: one for each rank
 
 
 def _logits(output: Any) -> Tensor:
@@ -178,18 +182,21 @@ def _or_losses(losses: Callable[[Forward, nn.Module, Tensor, Tensor], Tensor], f
         """Return logits, or the sum of losses while the head has targets."""
         if self.loss_targets is None:
             return forward(self, features)
-        return losses(forward, self, features.flatten(0, -2), self.loss_targets.flatten())
+        return losses(forward, self, features, self.loss_targets.flatten())
 
     return with_losses
 
 
 def _over_tokens(_: Forward, head: nn.Linear, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
-    """Return the sum of losses of features [tokens, hidden] and targets [tokens], in tiles of tokens."""
-    return sum_of_tiled_losses(features, head.weight, head.bias, targets, n)
+    """Return the sum of losses of features [..., hidden] and targets [tokens], in tiles of tokens."""
+    if isinstance(features, DTensor):
+        return sum_of_split_losses(head, features, targets, n)
+    return sum_of_tiled_losses(features.flatten(0, -2), head.weight, head.bias, targets, n)
 
 
 def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of losses of features [tokens, hidden]; raise IndexError if a target [tokens] is no id."""
+    """Return the sum of losses of features [..., hidden]; raise IndexError if a target [tokens] is no id."""
+    features = features.flatten(0, -2)
     tiles = tiles_of(head)
     out_features = [int(tile.out_features) for tile in tiles]  # type: ignore[arg-type]
     sizes = torch.tensor(out_features, device=targets.device)
