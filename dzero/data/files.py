@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,27 @@ def find(pattern: str) -> FoundFiles:
         found = _by_glob(pattern, path)
     _check(found, pattern)
     return found
+
+
+def find_sources(patterns: Sequence[str]) -> dict[str, FoundFiles]:
+    """Find the files of each source of a mixture, by the source's short name: that of its last part, if it is unique.
+
+    Raises:
+        FileNotFoundError: A source has no files.
+        ValueError: A file is in two sources, or a source cannot be read.
+    """
+    found, owner = dict[str, FoundFiles](), dict[str, str]()
+    last = Counter(Path(pattern).name for pattern in patterns)
+    last[""] = 0
+    for pattern in patterns:
+        files = find(pattern)
+        for path in files.paths:
+            before = owner.setdefault(os.path.realpath(path), pattern)
+            if before != pattern or pattern in found:
+                twice = f"data.paths: {path} is in {before} and again in {pattern}"
+                raise ValueError(f"{twice}; name each file once, with a larger data.weights to read it more often")
+        found[pattern] = files
+    return {Path(each).name if last[Path(each).name] == 1 else each: files for each, files in found.items()}
 
 
 def _in_folder(root: Path) -> FoundFiles:
