@@ -146,6 +146,18 @@ class Checkpointer:
         """Return the name of a newly completed checkpoint, or None; raise `CheckpointError` if the save failed."""
         return None if self._saver is None else self._saver.finished()
 
+    def best(self) -> Path | None:
+        """Return the checkpoint of the lowest held-out loss of this run and those that it continues. Collective.
+
+        The loss is `extra["held_out_loss"]`, which was given to `save`. A save in progress is waited for. None is
+        returned if no checkpoint of this run has a loss.
+        """
+        self.finish()
+        if self._saver is None or not self._begun:
+            return None
+        name = self._saver.best()
+        return None if name is None else Path(self.config.folder) / name
+
     def resume(self, which: str, *, strict: bool = False) -> Resumed | None:
         """Load the states of a checkpoint, after any save in progress has ended. Collective.
 

@@ -49,6 +49,14 @@ class SavedBase(TypedDict):
     checksum: str
 
 
+class SavedHeldOut(TypedDict):
+    """Record of the lowest held-out loss of a run (trainer/held_out.py)."""
+
+    loss: Number | None
+    step: int
+    worse: int
+
+
 class SavedExtra(TypedDict):
     """The `extra` that train.py saves."""
 
@@ -56,6 +64,8 @@ class SavedExtra(TypedDict):
     step_sequences: int
     config: SavedConfig
     base: NotRequired[SavedBase]
+    held_out: NotRequired[SavedHeldOut]
+    held_out_loss: NotRequired[Number | None]
 
 
 def check_state(path: str, state: dict[str, Any]) -> None:
