@@ -21,7 +21,7 @@ from dzero.checkpoint.manifest_types import check_state
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver, all_see
-from dzero.checkpoint.selection import candidates, step_of
+from dzero.checkpoint.selection import best, candidates, step_of
 from dzero.checkpoint.states import CheckpointStates, Put
 from dzero.checkpoint.store import CheckpointStore, is_there, manifest_at
 from dzero.optim.base import MasterOptimizer
@@ -153,10 +153,9 @@ class Checkpointer:
         returned if no checkpoint of this run has a loss.
         """
         self.finish()
-        if self._saver is None or not self._begun:
-            return None
-        name = self._saver.best()
-        return None if name is None else Path(self.config.folder) / name
+        shelf = CheckpointStore(self.config.folder)
+        found = self._ranks.agree(lambda: best(shelf, self._lineage) or "" if dist.get_rank() == 0 else "")[0]
+        return shelf.path / found if found else None
 
     def resume(self, which: str, *, strict: bool = False) -> Resumed | None:
         """Load the states of a checkpoint, after any save in progress has ended. Collective.

@@ -36,7 +36,7 @@ from dzero.checkpoint.io_buffers import BLOCK_BYTES, IOBuffers
 from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.selection import best, keep, refuse_foreign
+from dzero.checkpoint.selection import keep, refuse_foreign
 from dzero.checkpoint.store import CheckpointStore, Directory
 from dzero.checkpoint.writer import ShardWriter
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
@@ -87,12 +87,6 @@ class Saver:
         self._undo.close()
         if self._under_way is not None and (error := self._under_way.exception()) is not None:
             warnings.warn(f"the last checkpoint was not saved: {error}", stacklevel=2)
-
-    def best(self) -> str | None:
-        """Return the name of the checkpoint of the lowest held-out loss in this run's lineage, or None. Collective."""
-        assert self._lineage is not None
-        find = partial(best, self._shelf, self._lineage)
-        return self._ranks.agree(lambda: find() or "" if self._rank == 0 else "")[0] or None
 
     def prepare(self, parts: Mapping[str, StoredBox]) -> None:
         """Allocate buffers for `parts` in the background, so that the first save takes no longer than later ones."""

@@ -100,8 +100,10 @@ class DataConfig:
         """Raise ValueError if the sources of a mixture, or their weights, cannot be used."""
         if self.paths is None:
             return
-        if not self.paths or not all(self.paths):
-            raise ValueError(f"data.paths={shown(self.paths)}: name at least one source, and no empty one, as a list")
+        if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
+            raise ValueError(
+                f"data.paths={shown(self.paths)}: name at least one source, each a text and none empty, as a list"
+            )
         weights = self.weights
         if weights is None:
             return

@@ -62,7 +62,14 @@ def load(config: DataConfig, model_folder: str | None = None, length: int = 1) -
     """
     if config.paths is None:
         return _load_one(config, model_folder, length)
-    sources = {name: _load_one(each, model_folder, length) for name, each in sources_of(config).items()}
+    sources = {}
+    for name, each in sources_of(config).items():
+        try:
+            sources[name] = _load_one(each, model_folder, length)
+        except ValueError as error:
+            if name in str(error):
+                raise
+            raise ValueError(f"{each.path}: {error}") from error
     return MixedCorpus(sources, config.weights) if len(sources) > 1 else next(iter(sources.values()))
 
 

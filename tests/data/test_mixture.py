@@ -203,7 +203,8 @@ def test_texts_and_token_files_go_together(tmp_path: Path) -> None:
 
 PROBLEMS = {
     "paths=[]": (r"data.paths=\[\]: name at least one source", {"paths": []}),
-    "empty": (r"no empty one", {"paths": ["a.txt", ""]}),
+    "empty": (r"each a text and none empty", {"paths": ["a.txt", ""]}),
+    "a list": (r"each a text and none empty", {"paths": ["a.txt", ["b.txt"]]}),
     "count": (r"data.weights=\[1\]: give one for each of the 2 sources", {"weights": [1]}),
     "negative": (
         r"data.weights=\[1,-0.5\]: -0.5 is no weight, which must be a number in \[0, 1e\+09\]",
@@ -236,7 +237,7 @@ def test_a_mixture_that_cannot_be_is_refused_in_one_line(tmp_path: Path, problem
     message, changes = PROBLEMS[problem]
     given: dict[str, Any] = {"paths": ["a.txt", "b.txt"], **changes}
     if given["paths"]:
-        given["paths"] = [each and str(tmp_path / each) for each in given["paths"]]
+        given["paths"] = [str(tmp_path / each) if each and isinstance(each, str) else each for each in given["paths"]]
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         load(DataConfig(**given))
     assert "\n" not in str(error.value)
