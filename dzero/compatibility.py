@@ -643,6 +643,22 @@ RUN = (
         )
         for axis in ("mesh.tp", "mesh.pp", "mesh.cp")
     ),
+    idle("export.which", "export.at_end=false", "", "export.at_end=true", "export.which=best"),
+    Rule(
+        "export.which=best checkpoint.keep_best=false",
+        "the model of the lowest held-out loss is then not kept",
+        "checkpoint.keep_best=true, or export.which=last",
+        "export.at_end=true export.which=best",
+    ),
+    *(
+        Rule(
+            f"checkpoint.keep_best=true {setting}=0",
+            "there is no held-out loss then",
+            f"checkpoint.keep_best=false, or a larger {setting}",
+            f"checkpoint.every=1 checkpoint.keep_best=true {setting}=0",
+        )
+        for setting in ("train.evaluate_batches", "data.held_out")
+    ),
     idle("export.folder", "export.at_end=false", "", "export.at_end=true", "export.folder=x"),
     idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
     Rule(
@@ -689,6 +705,7 @@ RUN = (
                 "",
                 {
                     "checkpoint.keep": 3,
+                    "checkpoint.keep_best": "true",
                     "checkpoint.last": "false",
                     "checkpoint.staging_bytes": 2097152,
                     "checkpoint.verify": "false",
@@ -731,6 +748,16 @@ RUN = (
         "one of them",
         "data.path=texts data.name=texts",
     ),
+    *(
+        Rule(
+            f"data.paths!=null data.{other}!=null",
+            "only one can be read, the sources of paths or that one",
+            "one of them",
+            f"data.paths=[texts] data.{other}=texts",
+        )
+        for other in ("path", "name")
+    ),
+    idle("data.weights", "data.paths=null", "", "data.paths=[...]", "data.weights=[1,2]"),
 )
 RULES = (*MESH, *EXPERTS, *STATES, *FROZEN, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
 

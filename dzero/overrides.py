@@ -194,6 +194,8 @@ def _check_override(override: Override, conf: Path, schema: type[RunConfig]) -> 
     hint = _hint(key, schema, str(override.input_line).partition("=")[2])
     if override.is_delete() and hint is not Any:
         raise ConfigError(f"{override.input_line}: a setting cannot be deleted; leave it away for its default")
+    if list in {get_origin(arm) for arm in (hint, *get_args(hint))} and any(isinstance(each, dict) for each in values):
+        raise ConfigError(f"{override.input_line}: must be {_kind(hint)}")
     if dataclasses.is_dataclass(hint) and not override.is_sweep_override() and not isinstance(values[0], dict):
         names = [f"{key}.{field.name}" for field in dataclasses.fields(hint)]
         raise ConfigError(f"{override.input_line}: {key} is a group; set one of {names}")

@@ -100,6 +100,8 @@ MISTAKES = {
     "launch.workers=two": "launch.workers=two: must be a whole number or null",
     "data.shuffle=maybe": "data.shuffle=maybe: must be true or false",
     "optim.lr=fast": "optim.lr=fast: must be a number",
+    "data.paths={a.jsonl:1}": "data.paths={a.jsonl:1}: must be a list [...], each a word or null",
+    "data.paths=[a.txt,b.txt] data.weights=[1,-1]": "data.weights=[1,-1]: -1.0 is no weight, which must be a number",
     "optim.betas=0.9": "optim.betas=0.9: must be a list [...], each a number or null",
     "zero=3": "zero=3: choose one of ['auto', 'given']",
     "zero=aut": "zero=aut: choose one of ['auto', 'given']; did you mean auto?",

@@ -21,7 +21,7 @@ from dzero.checkpoint.manifest_types import check_state
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver, all_see
-from dzero.checkpoint.selection import candidates, step_of
+from dzero.checkpoint.selection import best, candidates, step_of
 from dzero.checkpoint.states import CheckpointStates, Put
 from dzero.checkpoint.store import CheckpointStore, is_there, manifest_at
 from dzero.optim.base import MasterOptimizer
@@ -145,6 +145,17 @@ class Checkpointer:
     def finished(self) -> str | None:
         """Return the name of a newly completed checkpoint, or None; raise `CheckpointError` if the save failed."""
         return None if self._saver is None else self._saver.finished()
+
+    def best(self) -> Path | None:
+        """Return the checkpoint of the lowest held-out loss of this run and those that it continues. Collective.
+
+        The loss is `extra["held_out_loss"]`, which was given to `save`. A save in progress is waited for. None is
+        returned if no checkpoint of this run has a loss.
+        """
+        self.finish()
+        shelf = CheckpointStore(self.config.folder)
+        found = self._ranks.agree(lambda: best(shelf, self._lineage) or "" if dist.get_rank() == 0 else "")[0]
+        return shelf.path / found if found else None
 
     def resume(self, which: str, *, strict: bool = False) -> Resumed | None:
         """Load the states of a checkpoint, after any save in progress has ended. Collective.

@@ -17,6 +17,9 @@ class CheckpointConfig:
     """Steps between saves. null: no checkpoints."""
     keep: int = 2
     """Checkpoints to keep, of this run and those it resumed from. Older ones are removed, those of other runs never."""
+    keep_best: bool = False
+    """Keep the checkpoint of the lowest held-out loss besides. Each evaluation with a lower loss is followed by a
+    save."""
     folder: str = "checkpoints"
     """Folder of the checkpoints, shared by all nodes. With --multirun it is inside each run's own output folder."""
     last: bool = True
@@ -59,6 +62,9 @@ class ExportConfig:
 
     at_end: bool = False
     """Export after the last step."""
+    which: str = "last"
+    """Model to export: that of the last step, or with checkpoint.keep_best=true `best`, the checkpoint of the lowest
+    held-out loss."""
     folder: str = "model"
     """Folder to create, inside the run's output folder unless it is absolute."""
     merge: bool = False
@@ -67,4 +73,6 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if not self.folder:
             raise ValueError("export.folder is empty: name a folder")
+        if self.which not in ("last", "best"):
+            raise ValueError(f"export.which={self.which!r}: choose last or best")
         check_compatible(Settings.of(export=self))

@@ -12,6 +12,7 @@ from typing import Any
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import DTYPES, MANIFEST, StoredBox, data_name
 from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.selection import held_out_loss
 from dzero.checkpoint.store import CheckpointStore, is_there
 from dzero.hardware import dtype_name, format_bytes, format_count
 from dzero.utils.terminal import DAMAGED, OK, Table
@@ -74,6 +75,7 @@ def _summary(checkpoint: Checkpoint) -> Table:
     elems = sum(math.prod(checkpoint.part(name).shape) for name in owners.values())
     rows = (
         ("step", str(checkpoint.manifest.step)),
+        ("held-out loss", _held_out(checkpoint)),
         ("saved", _when(checkpoint)),
         ("run", checkpoint.manifest.run[:8] or UNKNOWN),
         ("ranks", str(checkpoint.manifest.ranks)),
@@ -129,27 +131,32 @@ def _shelf(shelf: CheckpointStore, *, verify: bool, progress: Progress) -> Inspe
     except CheckpointError as error:
         wrong.append(str(error))
     for name in shelf.names():
-        told = ("", "", "", "", "")
+        told = ("", "", "", "", "", "")
         try:
             with Checkpoint(shelf.path / name, check_files=False) as checkpoint:
                 manifest = checkpoint.manifest
                 run, size = manifest.run[:8] or UNKNOWN, format_bytes(_bytes(checkpoint))
-                told = str(manifest.step), str(manifest.ranks), size, _when(checkpoint), run
+                told = str(manifest.step), str(manifest.ranks), size, _when(checkpoint), run, _held_out(checkpoint)
                 found = [*filter(None, _wrong(checkpoint, verify=verify, progress=progress))]
         except CheckpointError as error:
             found = [str(error)]
         wrong += found
         rows.append((name, DAMAGED if found else OK if verify else UNREAD, "latest" if name == latest else "", *told))
-    rows += [(name, "unfinished", "", "", "", "", "", "") for name in shelf.unfinished()]
+    rows += [(name, "unfinished", *("",) * 7) for name in shelf.unfinished()]
     if not rows and not wrong:
         raise CheckpointError(str(shelf.path), "no checkpoint is in it: name one's folder, or the folder above")
-    header = ("name", "state", "", "step", "ranks", "size", "saved", "run")
+    header = ("name", "state", "", "step", "ranks", "size", "saved", "run", "held-out loss")
     return [Table(f"checkpoints in {shelf.path}", header, tuple(rows), left=3)], wrong
 
 
 def _bytes(checkpoint: Checkpoint) -> int:
     """Return the total bytes of the ranks' files."""
     return sum(index.file_bytes for index in checkpoint.indexes)
+
+
+def _held_out(checkpoint: Checkpoint) -> str:
+    loss = held_out_loss(checkpoint.manifest)
+    return "not evaluated" if loss is None else f"{loss:.4f}"
 
 
 def _when(checkpoint: Checkpoint) -> str:

@@ -51,6 +51,14 @@ class SavedBase(TypedDict):
     dtype: NotRequired[str]
 
 
+class SavedHeldOut(TypedDict):
+    """Record of the lowest held-out loss of a run (trainer/held_out.py)."""
+
+    loss: Number | None
+    step: int
+    worse: int
+
+
 class SavedExtra(TypedDict):
     """The `extra` that train.py saves."""
 
@@ -58,6 +66,8 @@ class SavedExtra(TypedDict):
     step_sequences: int
     config: SavedConfig
     base: NotRequired[SavedBase]
+    held_out: NotRequired[SavedHeldOut]
+    held_out_loss: NotRequired[Number | None]
 
 
 def check_state(path: str, state: dict[str, Any]) -> None:

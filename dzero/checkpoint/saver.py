@@ -162,7 +162,7 @@ class Saver:
         with Checkpoint(self._shelf.partial(name)):  # checks that the ranks' parts make up whole tensors
             self._shelf.publish(name)
         self._shelf.point(name, manifest.origin)
-        keep(self._shelf, self._config.keep, manifest.origin)
+        keep(self._shelf, self._config.keep, manifest.origin, keep_best=self._config.keep_best)
         return ""
 
     def _staging(self, parts: Mapping[str, StoredBox]) -> IOBuffers:

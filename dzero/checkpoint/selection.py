@@ -2,10 +2,14 @@
 
 All decisions follow the lineage in the manifests (checkpoint/lineage.py). A checkpoint whose manifest cannot be read
 belongs to no run: it is reported, and never removed.
+
+The best checkpoint of a lineage is the one with the lowest held-out loss in its manifest; of equal ones, the first. No
+file names it, so there is nothing that could contradict the checkpoints that are there.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +21,21 @@ from dzero.checkpoint.format import Manifest
 from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.store import STEP, CheckpointStore, manifest_at
 
+EXTRA, HELD_OUT = "extra", "held_out_loss"
+"""Keys of a manifest's `state` under which a training loop stores the held-out loss of its model, in nats."""
+
 
 def members(shelf: CheckpointStore) -> tuple[dict[str, Manifest], dict[str, CheckpointError]]:
-    """Return the manifests in a folder by name, without the large `state`, and the errors of those that do not open."""
+    """Return the manifests in a folder by name, and the errors of those that do not open.
+
+    Of the large `state`, only the held-out loss in `extra` is kept.
+    """
     found, unreadable = dict[str, Manifest](), dict[str, CheckpointError]()
     for name in shelf.names():
         try:
-            found[name] = replace(manifest_at(shelf.path / name), state={})
+            manifest = manifest_at(shelf.path / name)
+            loss = held_out_loss(manifest)
+            found[name] = replace(manifest, state={} if loss is None else {EXTRA: {HELD_OUT: loss}})
         except CheckpointError as error:
             unreadable[name] = error
     return found, unreadable
@@ -67,16 +79,32 @@ def candidates(shelf: CheckpointStore, notes: list[str]) -> list[str]:
     return [*after, name, *reversed(before)]
 
 
-def keep(shelf: CheckpointStore, count: int, lineage: Lineage) -> list[str]:
+def keep(shelf: CheckpointStore, count: int, lineage: Lineage, *, keep_best: bool = False) -> list[str]:
     """Remove the oldest checkpoints of a lineage except `count`, never the latest; return the names of those removed.
 
-    Checkpoints of other runs and branches, and unreadable ones, are neither removed nor counted.
+    With `keep_best`, the best of the lineage stays too. Checkpoints of other runs and branches, and unreadable ones,
+    are neither removed nor counted.
     """
-    own, latest = _along(lineage, members(shelf)[0]), shelf.latest()
-    going = [name for _, _, name in own[: max(0, len(own) - count)] if name != latest]
+    found = members(shelf)[0]
+    own, stays = _along(lineage, found), {shelf.latest(), _best(lineage, found) if keep_best else None}
+    going = [name for _, _, name in own[: max(0, len(own) - count)] if name not in stays]
     for name in going:
         shelf.remove(name)
     return going
+
+
+def best(shelf: CheckpointStore, lineage: Lineage) -> str | None:
+    """Return the checkpoint of the lowest held-out loss in a lineage; None if no checkpoint of it has a loss."""
+    return _best(lineage, members(shelf)[0])
+
+
+def held_out_loss(manifest: Manifest) -> float | None:
+    """Return the held-out loss of a checkpoint in nats; None if the manifest has no finite one."""
+    extra = manifest.state.get(EXTRA)
+    loss = extra.get(HELD_OUT) if isinstance(extra, dict) else None
+    if isinstance(loss, bool) or not isinstance(loss, int | float) or not math.isfinite(loss):
+        return None
+    return float(loss)
 
 
 def refuse_foreign(shelf: CheckpointStore, lineage: Lineage, source: Path | None) -> None:
@@ -121,6 +149,12 @@ def _along(lineage: Lineage, found: Mapping[str, Manifest]) -> list[tuple[tuple[
     """Return position, time of the save and name of the checkpoints in a lineage, in its order."""
     own = [(lineage.position(each.run, each.step), each.saved_ns, name) for name, each in found.items()]
     return sorted((place, saved_ns, name) for place, saved_ns, name in own if place is not None)
+
+
+def _best(lineage: Lineage, found: Mapping[str, Manifest]) -> str | None:
+    losses = {name: held_out_loss(found[name]) for _, _, name in _along(lineage, found)}
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    return min(known, key=lambda name: known[name]) if known else None
 
 
 def _descends(manifest: Manifest, run: str, step: int) -> bool:

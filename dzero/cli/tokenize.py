@@ -7,15 +7,19 @@ from functools import partial
 
 from dzero.config import CONF
 from dzero.data.chats import encoder_of, samples_of
+from dzero.data.corpus import sources_of
 from dzero.data.tokenize_samples import tokenize as tokenize_samples
 from dzero.errors import RunError
 from dzero.overrides import composed
 
 
 def tokenize(options: argparse.Namespace) -> None:
-    """Tokenize data.path, and print its size and the first conversation with what the loss counts."""
+    """Tokenize each source, and print its size and the first conversation with what the loss counts."""
     config = composed(options.settings, CONF)
     if config.data.kind != "chat":
         raise RunError(f"data.kind={config.data.kind}: only data.kind=chat is tokenized ahead")
-    encoder, tell = encoder_of(config.data, config.model_folder), partial(print, flush=True)
-    samples_of(config.data, encoder, config.train.sequence_tokens, tell, tokenize_samples)
+    tell = partial(print, flush=True)
+    for name, data in sources_of(config.data).items():
+        if name:
+            tell(f"{name}:")
+        samples_of(data, encoder_of(data, config.model_folder), config.train.sequence_tokens, tell, tokenize_samples)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dzero.compatibility import check_compatible
-from dzero.utils.ranges import BELOW_1, check, whole
-from dzero.utils.rules import Settings
+from dzero.utils.ranges import BELOW_1, check, number, whole
+from dzero.utils.rules import Settings, shown
 
 TEXT = frozenset({"tokenizer", "separator"})
 SETTINGS = {
@@ -24,17 +25,22 @@ SETTINGS = {
 KINDS = ("text", "chat")
 CHOICES = {"loss_on": ("assistant", "completion", "all"), "on_bad_row": ("stop", "skip")}
 MOST_IDS = 2**31
+WEIGHT = number(1e9)
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Source of the tokens: `path` or `name`; with neither, the text of Python's standard library."""
+    """Source of the tokens: `path`, `paths` or `name`; with none of them, the text of Python's standard library."""
 
     kind: str = "text"
     """Kind of the data: text, or chat (conversations and instructions in .jsonl and .parquet files)."""
     path: str | None = None
     """File, folder or quoted glob of .txt, .jsonl, .parquet, .bin or .npy files."""
+    paths: list[str] | None = None
+    """Mixture in place of path: several sources, each a file, folder or quoted glob."""
+    weights: list[float] | None = None
+    """Weights of the sources in paths, in which proportion every step takes their sequences. null: their sizes."""
     name: str | None = None
     """Hugging Face dataset, by name or folder."""
     config: str | None = None
@@ -75,6 +81,7 @@ class DataConfig:
         if self.token_dtype is not None and self.token_dtype not in TOKEN_DTYPES:
             raise ValueError(f"data.token_dtype={self.token_dtype!r}: choose one of {[*TOKEN_DTYPES]}")
         check_compatible(Settings.of(data=self))
+        self._check_mixture()
         self.refuse_idle(self.source, [self.source])
         for key, allowed in CHOICES.items():
             if (value := getattr(self, key)) is not None and value not in allowed:
@@ -85,7 +92,38 @@ class DataConfig:
         """Source that is read: `chat`, `files`, `dataset` or `python`."""
         if self.kind == "chat":
             return "chat"
-        return "files" if self.path is not None else "dataset" if self.name is not None else "python"
+        if self.path is not None or self.paths is not None:
+            return "files"
+        return "python" if self.name is None else "dataset"
+
+    def _check_mixture(self) -> None:
+        """Raise ValueError if the sources of a mixture, or their weights, cannot be used."""
+        if self.paths is None:
+            return
+        if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
+            raise ValueError(
+                f"data.paths={shown(self.paths)}: name at least one source, each a text and none empty, as a list"
+            )
+        weights = self.weights
+        if weights is None:
+            return
+        if len(weights) != len(self.paths):
+            raise ValueError(
+                f"data.weights={shown(weights)}: give one for each of the {len(self.paths)} sources in data.paths"
+            )
+        if wrong := [weight for weight in weights if weight not in WEIGHT]:
+            raise ValueError(f"data.weights={shown(weights)}: {wrong[0]} is no weight, which must be {WEIGHT}")
+        if not any(weights):
+            raise ValueError(f"data.weights={shown(weights)}: at least one must be above 0")
+
+    def of_source(self, path: str, suffixes: Iterable[str] = ()) -> DataConfig:
+        """Return the settings of one source of a mixture, whose files have these suffixes.
+
+        Settings that have no effect on these files are left out, because other sources of the mixture may need them.
+        """
+        needed = frozenset[str]().union(*(SETTINGS[suffix] for suffix in suffixes))
+        unset: dict[str, Any] = dict.fromkeys(SETTINGS["files"] - needed - {"path"}) if self.kind == "text" else {}
+        return replace(self, path=path, paths=None, weights=None, **unset)
 
     def refuse_idle(self, what: str, kinds: Iterable[str]) -> None:
         """Raise ValueError if a setting has no effect on any of `kinds` (keys of SETTINGS); `what` describes them."""

@@ -1,4 +1,4 @@
-"""Corpus of a run: train and held-out tokens, which `load(config)` reads from one of five sources.
+"""Corpus of a run: train and held-out tokens, which `load(config)` reads from its source or sources.
 
     source    selected by  contents                                   settings besides held_out and shuffle
     python    default      the running Python's own standard library  tokenizer, separator
@@ -6,6 +6,7 @@
     tokens    path         memory-mapped .npy and raw .bin ids        vocab_size, token_dtype (.bin)
     dataset   name         a Hugging Face dataset or a folder of one  tokenizer, separator, field, config, split
     chat      kind, path   conversations in .jsonl and .parquet       see `data/chats.py`
+    mixture   paths        several sources of path, of one kind       those of its sources, and weights
 
 Whole documents are held out, by a hash that does not depend on the machine, the order or the other documents
 (`data/documents.py`; a token file counts as a document). If one side would be empty, as with a single file, the tail of
@@ -22,10 +23,12 @@ from pathlib import Path
 from dzero.data.chats import ChatCorpus, encoder_of
 from dzero.data.config import DataConfig
 from dzero.data.documents import Document, is_held_out, python_library, read_dataset, read_files
-from dzero.data.files import TOKEN_SUFFIXES, FoundFiles, find
+from dzero.data.files import TOKEN_SUFFIXES, FoundFiles, find, find_sources
+from dzero.data.mixture import MixedCorpus
 from dzero.data.sequences import TextSequences
 from dzero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, encode_split
 from dzero.data.tokens import Tokens, largest_id, map_tokens
+from dzero.utils.rules import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +49,49 @@ class Corpus:
         return TextSequences(self.held_out, length) if len(self.held_out) else None
 
 
-def load(config: DataConfig, model_folder: str | None = None, length: int = 1) -> Corpus | ChatCorpus:
+def load(config: DataConfig, model_folder: str | None = None, length: int = 1) -> Corpus | ChatCorpus | MixedCorpus:
     """Read the corpus that `config` describes; the result is the same on every rank that sees the same files.
 
-    Errors name the file or row that cannot be used, or the extra of a package that is missing.
+    A mixture of one source is that source. Errors name the file or row that cannot be used, or the extra of a package
+    that is missing.
 
     Args:
         config: Settings of the data.
         model_folder: Folder of the model, whose tokenizer encodes conversations.
         length: Tokens of a sequence, to which conversations are cut.
     """
-    if config.kind == "chat":
-        return ChatCorpus(config, model_folder, length)
-    return read_text(config)
+    if config.paths is None:
+        return _load_one(config, model_folder, length)
+    sources = {}
+    for name, each in sources_of(config).items():
+        try:
+            sources[name] = _load_one(each, model_folder, length)
+        except ValueError as error:
+            if name in str(error):
+                raise
+            raise ValueError(f"{each.path}: {error}") from error
+    return MixedCorpus(sources, config.weights) if len(sources) > 1 else next(iter(sources.values()))
+
+
+def _load_one(config: DataConfig, model_folder: str | None, length: int) -> Corpus | ChatCorpus:
+    return ChatCorpus(config, model_folder, length) if config.kind == "chat" else read_text(config)
+
+
+def sources_of(config: DataConfig) -> dict[str, DataConfig]:
+    """Return the settings of each source of a mixture, by its name, or of the only source, without a name.
+
+    Raises:
+        FileNotFoundError: A source has no files.
+        ValueError: A file is in two sources, or a setting has no effect on any of them.
+    """
+    if config.paths is None:
+        return {"": config}
+    found = find_sources(config.paths)
+    if config.kind == "text":
+        every = {suffix for files in found.values() for suffix in files.suffixes}
+        config.refuse_idle(f"the {sorted(every)} of data.paths={shown(config.paths)}", every)
+    each = zip(found.items(), config.paths, strict=True)
+    return {name: config.of_source(path, files.suffixes) for (name, files), path in each}
 
 
 def read_text(config: DataConfig) -> Corpus:
@@ -80,6 +113,10 @@ def vocab_size_of(config: DataConfig, model_folder: str | None = None) -> int:
     """Return the vocabulary size of the corpus that `load` would read; only token files are read for it."""
     if config.kind == "chat":
         return encoder_of(config, model_folder).vocab_size
+    return max(map(_vocab_size, sources_of(config).values()))
+
+
+def _vocab_size(config: DataConfig) -> int:
     tokens = config.path is not None and find(config.path).suffixes <= set(TOKEN_SUFFIXES)
     return read_text(config).vocab_size if tokens else _codec(config).vocab_size
 

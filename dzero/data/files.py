@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,41 +32,62 @@ class FoundFiles:
         return {path.suffix for path in self.paths}
 
 
-def find(pattern: str) -> FoundFiles:
-    """Find the files that `data.path` refers to.
+def find(pattern: str, key: str = "data.path") -> FoundFiles:
+    """Find the files that a source refers to; `key` is the setting that names it, for messages.
 
     A file that is named directly or matched by a glob must have a known suffix. Of a folder, files with a known suffix
     are used and all others are counted. Empty files, and texts mixed with token files, are errors.
     """
     path = Path(pattern).expanduser()
     if path.is_dir():
-        found = _in_folder(path)
+        found = _in_folder(path, key)
     elif path.exists():
         found = FoundFiles(root=path.parent, paths=(path,))
     else:
-        found = _by_glob(pattern, path)
-    _check(found, pattern)
+        found = _by_glob(pattern, path, key)
+    _check(found, f"{key}={pattern}")
     return found
 
 
-def _in_folder(root: Path) -> FoundFiles:
+def find_sources(patterns: Sequence[str]) -> dict[str, FoundFiles]:
+    """Find the files of each source of a mixture, by the source's short name: that of its last part, if it is unique.
+
+    Raises:
+        FileNotFoundError: A source has no files.
+        ValueError: A file is in two sources, or a source cannot be read.
+    """
+    found, owner = dict[str, FoundFiles](), dict[str, str]()
+    last = Counter(Path(pattern).name for pattern in patterns)
+    last[""] = 0
+    for pattern in patterns:
+        files = find(pattern, "data.paths")
+        for path in files.paths:
+            before = owner.setdefault(os.path.realpath(path), pattern)
+            if before != pattern or pattern in found:
+                twice = f"data.paths: {path} is in {before} and again in {pattern}"
+                raise ValueError(f"{twice}; name each file once, with a larger data.weights to read it more often")
+        found[pattern] = files
+    return {Path(each).name if last[Path(each).name] == 1 else each: files for each, files in found.items()}
+
+
+def _in_folder(root: Path, key: str) -> FoundFiles:
     os.scandir(root).close()  # raises if the folder cannot be read; rglob would ignore that
     paths = _sorted(root, root.rglob("*"))
     known = tuple(path for path in paths if _kind(root, path) in SUFFIXES)
     if not known:
         hint = "; a Hugging Face dataset folder is given as data.name" if any(root.rglob("*.arrow")) else ""
-        raise FileNotFoundError(f"data.path={root}: no file below it ends in one of {[*SUFFIXES]}{hint}")
+        raise FileNotFoundError(f"{key}={root}: no file below it ends in one of {[*SUFFIXES]}{hint}")
     others = Counter(kind for path in paths if (kind := _kind(root, path)) not in SUFFIXES)
     return FoundFiles(root=root, paths=known, ignored=others)
 
 
-def _by_glob(pattern: str, path: Path) -> FoundFiles:
+def _by_glob(pattern: str, path: Path, key: str) -> FoundFiles:
     root = next(each for each in (path, *path.parents) if not glob.has_magic(str(each)))
     paths = _sorted(root, map(Path, glob.glob(str(path), recursive=True)))
     if not paths:
         what = "no file matches" if glob.has_magic(pattern) else "no such file or folder"
         raise FileNotFoundError(
-            f"data.path={pattern}: {what} (looked from {Path.cwd()}); give a file, a folder or a quoted glob"
+            f"{key}={pattern}: {what} (looked from {Path.cwd()}); give a file, a folder or a quoted glob"
         )
     return FoundFiles(root=root, paths=tuple(paths))
 
@@ -81,16 +102,16 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[Path]:
     return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
-def _check(found: FoundFiles, pattern: str) -> None:
+def _check(found: FoundFiles, setting: str) -> None:
     for path in found.paths:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"data.path={pattern}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}")
+            raise ValueError(f"{setting}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}")
         if not path.is_file():
-            raise ValueError(f"data.path={pattern}: {path} is no regular file; pipes cannot be read twice")
+            raise ValueError(f"{setting}: {path} is no regular file; pipes cannot be read twice")
         if path.stat().st_size == 0:
-            raise ValueError(f"data.path={pattern}: {path} is empty (0 bytes); remove it or write it again")
+            raise ValueError(f"{setting}: {path} is empty (0 bytes); remove it or write it again")
     if found.suffixes & set(TEXT_SUFFIXES) and found.suffixes & set(TOKEN_SUFFIXES):
         raise ValueError(
-            f"data.path={pattern} mixes texts {[*TEXT_SUFFIXES]} with token files {[*TOKEN_SUFFIXES]}; "
+            f"{setting} mixes texts {[*TEXT_SUFFIXES]} with token files {[*TOKEN_SUFFIXES]}; "
             "name one kind by a glob such as 'folder/*.bin'"
         )

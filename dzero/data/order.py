@@ -29,6 +29,18 @@ def shuffled(positions: NDArray[np.int64], *, windows: int, seed: int, epoch: in
     return values.astype(np.int64)
 
 
+def in_epochs(samples: NDArray[np.int64], *, windows: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+    """Return the window of each of the numbered `samples` [n]: position s mod windows of epoch s div windows.
+
+    Without `shuffle`, every epoch is in the order of the windows.
+    """
+    epochs, positions = np.divmod(samples, windows)
+    for epoch in np.unique(epochs).tolist() if shuffle else ():
+        here = epochs == epoch
+        positions[here] = shuffled(positions[here], windows=windows, seed=seed, epoch=epoch)
+    return positions
+
+
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
     half, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
     left, right = values >> half, values & mask

@@ -11,17 +11,30 @@ Any position of any epoch costs about a microsecond (`data/order.py`), so a resu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dzero.data.batch import IGNORED, Batch
-from dzero.data.order import shuffled
+from dzero.data.order import in_epochs
 from dzero.data.sequences import Sequences
 
 EMPTY = -1
 """Index of a place without a sequence."""
+
+
+class SourceUse(NamedTuple):
+    """What a stream took of one source of a mixture.
+
+    Attributes:
+        tokens: Number of targets that counted in a step, or in several.
+        epochs: Passes over the source since the beginning of the run, including these steps.
+    """
+
+    tokens: int
+    epochs: float
 
 
 class SequenceStream:
@@ -70,6 +83,10 @@ class SequenceStream:
             self._indices(self.samples, microbatches * self.ranks * self.microbatch_sequences)
         )
 
+    def use(self, microbatches: int) -> dict[str, SourceUse]:
+        """Return what the next `microbatches` of all ranks take of each source; empty unless there are several."""
+        return {}
+
     @property
     def epoch(self) -> int:
         """Number of completed epochs."""
@@ -90,7 +107,10 @@ class SequenceStream:
         """
         identity = self._identity()
         if missing := sorted({"epoch", "position", *identity} - state.keys()):
-            raise ValueError(f"the state of the token stream lacks {missing}; it was not made by state_dict()")
+            raise ValueError(
+                f"the state of the token stream lacks {missing}: it was saved over another number of sources, or not "
+                "made by state_dict()"
+            )
         if drifted := [key for key in identity if state[key] != identity[key]]:
             changes = ", ".join(f"{key} was {state[key]} and is {identity[key]}" for key in drifted)
             raise ValueError(
@@ -106,13 +126,8 @@ class SequenceStream:
 
     def _indices(self, first: int, samples: int) -> NDArray[np.int64]:
         """Return the sequence of each of `samples` samples from `first` on; they may cross the end of an epoch."""
-        epochs, positions = np.divmod(np.arange(first, first + samples), self.per_epoch)
-        if not self.shuffle:
-            return positions
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            here = epochs == epoch
-            positions[here] = shuffled(positions[here], windows=self.per_epoch, seed=self.seed, epoch=epoch)
-        return positions
+        numbers = np.arange(first, first + samples)
+        return in_epochs(numbers, windows=self.per_epoch, seed=self.seed, shuffle=self.shuffle)
 
     def _identity(self) -> dict[str, int]:
         return {"seed": self.seed, "shuffle": int(self.shuffle)} | self.sequences.identity()

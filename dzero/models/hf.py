@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dzero.errors import converting, import_optional
 from dzero.models.config import check_vocabulary
@@ -41,6 +42,22 @@ class HFDecoder(nn.Module):
             return None
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return int(config.num_hidden_layers * heads * head_dim)
+
+    def computed_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that the model's constructor computes, on the CPU, by their names in this decoder.
+
+        The model is built once more for this, and each of its parameters goes to meta as soon as it is registered.
+        """
+
+        def on_meta(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Parameter | None:
+            if param is None or param.is_meta:
+                return None
+            return nn.Parameter(param.detach().to("meta"), param.requires_grad)
+
+        hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return one
+        with hook, torch.random.fork_rng(devices=[]):
+            built = type(self.model)(self.model.config)
+        return {f"model.{name}": buffer for name, buffer in built.named_buffers() if not buffer.is_meta}
 
     def get_input_embeddings(self) -> Any:
         """Return the embedding of the wrapped model (used by `zero/units.py`)."""

@@ -8,7 +8,8 @@ not change.
 Note: initializers. A module that owns parameters or buffers has `reset_parameters()`, as torch's own modules do. In a
 transformers model, the nearest `_init_weights` at or above a module initializes it. It may also rewrite tensors of
 child modules (GPT-2 rescales output projections in their parent), so it runs for every module that lies wholly in the
-module being filled.
+module being filled. Buffers that only a module above them writes (Falcon-H1's multipliers) get the values that the
+model's constructor computes, from `computed_buffers()` of the model, if it has this method.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from dzero.utils.torch_internals import initializer_of, version_of
 
 Initialise = Callable[[nn.Module], None]
 Weights = Mapping[str, Callable[[], Tensor]]
+SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class MetaInitializer:
         self.seed, self.device, self.weights = seed, torch.device(device), weights or {}
         self.names = {module: name for name, module in model.named_modules()}
         self.sweeps = {**dict(_sweeps(model, None)), **(initializers or {})}
+        self._computed: Callable[[], Mapping[str, Tensor]] = cache(getattr(model, "computed_buffers", dict))
         self.places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self.names:
             for attribute, tensor in _own(module):
@@ -81,10 +85,12 @@ class MetaInitializer:
         fresh = [self._allocate(tensor) for tensor in on_meta]
         drawn = [f for f in fresh if self._reader(f) is None]
         self._draw({f.tensor for f in fresh}, {f.tensor for f in drawn})
-        if unwritten := [f.names[0] for f in drawn if not f.is_written]:
+        if unwritten := [f.names[0] for f in drawn if not f.is_written and not self._takes_computed(f)]:
+            more = f" and {len(unwritten) - SHOWN_NAMES} more" if len(unwritten) > SHOWN_NAMES else ""
             raise ValueError(
-                f"no initialiser for {unwritten}: give the modules that own them a reset_parameters() that writes "
-                "each of their parameters and buffers in place, or build the model on a real device"
+                f"no initialiser for {unwritten[:SHOWN_NAMES]}{more}: give the modules that own them a "
+                "reset_parameters() that writes each of their parameters and buffers in place, build the model on a "
+                "real device, or start from published weights (model.weights)"
             )
         for f in fresh:
             if (read := self._reader(f)) is not None:
@@ -104,6 +110,16 @@ class MetaInitializer:
             setattr(owner, attribute, tensor)
         names = tuple(f"{self.names[owner]}.{attribute}".removeprefix(".") for owner, attribute in places)
         return _Fresh(names, tensor, version_of(tensor))
+
+    def _takes_computed(self, fresh: _Fresh) -> bool:
+        """Fill a buffer with the value that the model's constructor computes; return whether there is one."""
+        if isinstance(fresh.tensor, nn.Parameter):
+            return False
+        found = next((self._computed()[name] for name in fresh.names if name in self._computed()), None)
+        if found is None or found.shape != fresh.tensor.shape:
+            return False
+        fresh.tensor.copy_(found)
+        return True
 
     def _reader(self, fresh: _Fresh) -> Callable[[], Tensor] | None:
         return next((self.weights[name] for name in fresh.names if name in self.weights), None)

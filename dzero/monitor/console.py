@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -41,11 +43,12 @@ class Console:
             self._write(plain_line(record))
             self._lines += 1
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Show a held-out loss [nats], evaluated after `step` steps."""
+    def held_out(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
+        """Show a held-out loss [nats], and outside of a terminal that of each source, after `step` steps."""
         self._held_out_loss = loss
         if not self._live:
-            self._write(f"step={step} held_out_loss={loss:.4f}")
+            sources = "".join(f" held_out_loss[{name}]={each:.4f}" for name, each in by_source.items())
+            self._write(f"step={step} held_out_loss={loss:.4f}{sources}")
 
     def note(self, step: int, message: str) -> None:
         """Print a message about a step on its own line, above the live line."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dzero.comm.ledger import Entry, Traffic
+from dzero.data.stream import SourceUse
 from dzero.monitor.meter import Throughput
 from dzero.offload.executor import LaneUse
 
@@ -27,6 +28,7 @@ class StepRecord:
         memory_bytes: Peak of this rank by kind; the kinds add up to the total.
         lanes: Use of the offload lanes in this step.
         traffic_bytes: Bytes that this rank sent in this step, by kind of collective.
+        sources: What this step took of each source of a mixture, and the passes over it so far.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StepRecord:
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     traffic_bytes: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, SourceUse] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class RunSummary:
         counted_steps: Number of steps that `speed` is measured over.
         first_loss: Train loss of the first step, in nats.
         loss: Train loss of the last step, in nats.
+        held_out_by_source: Last held-out loss of each source of a mixture, in nats.
+        sources: What all steps took of each source of a mixture, and the passes over it.
         speed: Throughput over all counted steps, from the meter.
         peak_flops: Peak FLOP/s of one device; None if unknown.
         peak_bytes: Peak memory by kind, one mapping per rank, in rank order.
@@ -90,3 +95,5 @@ class RunSummary:
     step_flops: float | None = None
     planned_bytes: int | None = None
     places: Sequence[str] = ()
+    held_out_by_source: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, SourceUse] = field(default_factory=dict)

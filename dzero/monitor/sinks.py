@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console as Terminal
@@ -21,6 +21,7 @@ from dzero.monitor.wandb import WandbSink
 from dzero.utils.terminal import from_here
 
 BOARD = "tensorboard"
+NO_SOURCES: Mapping[str, float] = MappingProxyType({})
 
 
 class Sink(Protocol):
@@ -29,8 +30,8 @@ class Sink(Protocol):
     def step(self, record: StepRecord) -> None:
         """Receive the record of an optimizer step, skipped steps included."""
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Receive a held-out loss in nats per token, evaluated after `step` steps."""
+    def held_out(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
+        """Receive a held-out loss in nats per token, and that of each source of a mixture, after `step` steps."""
 
     def note(self, step: int, message: str) -> None:
         """Receive a line of text about a step; step 0 is before the first."""
@@ -87,9 +88,9 @@ class Monitor:
         """Send the record of one optimizer step to all sinks."""
         self._tell(lambda sink: sink.step(record), record.step)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Send a held-out loss [nats], evaluated after `step` steps, to all sinks."""
-        self._tell(lambda sink: sink.held_out(step, loss), step)
+    def held_out(self, step: int, loss: float, by_source: Mapping[str, float] = NO_SOURCES) -> None:
+        """Send a held-out loss [nats], and that of each source of a mixture, after `step` steps, to all sinks."""
+        self._tell(lambda sink: sink.held_out(step, loss, by_source), step)
 
     def note(self, step: int, message: str) -> None:
         """Send a message about a rare event, such as a skipped step, to all sinks."""

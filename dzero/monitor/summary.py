@@ -22,7 +22,7 @@ def summary_tables(summary: RunSummary) -> list[Table]:
 
 
 def result_table(summary: RunSummary) -> Table:
-    """Return a table of losses, speed, skipped steps, and rank 0's measured and planned peak."""
+    """Return a table of losses, speed, skipped steps, sources of a mixture, and rank 0's measured and planned peak."""
     speed, held_out = summary.speed, summary.held_out_loss
     rate = "unknown: no step after the warm-up"
     if speed.tokens_per_s is not None:
@@ -33,13 +33,19 @@ def result_table(summary: RunSummary) -> Table:
     tokens = f"{format_count(summary.tokens)} tokens"
     if summary.counted_tokens is not None:
         tokens += f" ({format_count(summary.counted_tokens)} of them counted)"
+    by_source = ", ".join(f"{name} {loss:.4f}" for name, loss in summary.held_out_by_source.items())
+    by_source = f" ({by_source})" if by_source else ""
     rows = [
         ("steps", f"{summary.steps}, {tokens} in {format_seconds(summary.seconds)}"),
         ("loss", f"{summary.loss:.4f} (first step {summary.first_loss:.4f})"),
-        ("held-out loss", "not evaluated" if held_out is None else f"{held_out:.4f}"),
+        ("held-out loss", "not evaluated" if held_out is None else f"{held_out:.4f}{by_source}"),
         ("tokens/s", rate),
         ("MFU", mfu),
         ("skipped steps", str(summary.skipped_steps)),
+        *(
+            (f"from {name}", f"{format_count(use.tokens)} tokens counted, {use.epochs:.3g} epochs")
+            for name, use in summary.sources.items()
+        ),
     ]
     if summary.planned_bytes is not None:
         peak = sum(count for kind, count in summary.peak_bytes[0].items() if kind != PROCESS)

@@ -1,6 +1,7 @@
 """TensorBoard sink: scalars by step; the resolved config, the plan, notes and the closing summary as text.
 
-loss/train  loss/held_out                                   nats
+loss/train  loss/held_out  loss/held_out_<source>            nats; the last of each source of a mixture
+data/<source>_tokens  data/<source>_epochs                  of a mixture: tokens counted in a step, epochs so far
 optim/lr  optim/grad_norm  optim/loss_scale  optim/skipped_steps (so far)
 speed/tokens_per_s  speed/mfu (a fraction)  speed/step_s  speed/tokens (so far)
 memory/<kind>_gib  traffic/<kind>_gib                       GiB of rank 0; traffic is that of one step
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,10 @@ class TensorBoardSink:
                 if value is not None:
                     self._writer.add_scalar(tag, value, record.step)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Write a held-out loss [nats]."""
-        self._writer.add_scalar("loss/held_out", loss, step)
+    def held_out(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
+        """Write a held-out loss [nats], and that of each source of a mixture."""
+        for tag, value in held_out_scalars(loss, by_source).items():
+            self._writer.add_scalar(tag, value, step)
 
     def note(self, step: int, message: str) -> None:
         """Buffer a message; all messages of a step are written as one text."""
@@ -126,7 +128,14 @@ def scalars(record: StepRecord) -> dict[str, float | None]:
                 ("moved_gib", use.moved_bytes / GIB),
             )
         },
+        **{f"data/{name}_tokens": float(use.tokens) for name, use in record.sources.items()},
+        **{f"data/{name}_epochs": use.epochs for name, use in record.sources.items()},
     }
+
+
+def held_out_scalars(loss: float, by_source: Mapping[str, float]) -> dict[str, float]:
+    """Return the held-out loss, and that of each source of a mixture, by tag."""
+    return {"loss/held_out": loss, **{f"loss/held_out_{name}": each for name, each in by_source.items()}}
 
 
 def code_block(text: str, language: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 
 from dzero.errors import import_optional
 from dzero.monitor.records import RunSummary, StepRecord
-from dzero.monitor.tensorboard import scalars
+from dzero.monitor.tensorboard import held_out_scalars, scalars
 
 
 class WandbSink:
@@ -36,9 +37,9 @@ class WandbSink:
             known = {tag: value for tag, value in scalars(record).items() if value is not None}
             self._run.log(known, step=record.step)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Send a held-out loss [nats]."""
-        self._run.log({"loss/held_out": loss}, step=step)
+    def held_out(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
+        """Send a held-out loss [nats], and that of each source of a mixture."""
+        self._run.log(held_out_scalars(loss, by_source), step=step)
 
     def note(self, step: int, message: str) -> None:
         """Leave notes to the log and to TensorBoard."""

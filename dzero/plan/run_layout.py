@@ -14,6 +14,7 @@ from torch import nn
 
 from dzero.compatibility import check_compatible
 from dzero.config import RunConfig
+from dzero.data.corpus import sources_of
 from dzero.data.files import find
 from dzero.errors import import_optional, user_errors
 from dzero.launch.config import check_group, launched
@@ -119,6 +120,8 @@ def check_here(config: RunConfig) -> None:
         import_optional("wandb", f"monitor.wandb={config.monitor.wandb}", "wandb")
     if config.data.path is not None:
         find(config.data.path)
+    elif config.data.paths is not None:
+        sources_of(config.data)
     elif config.data.kind == "chat":
         raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
     if config.model.name_or_path is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dzero.config import RunConfig
 from dzero.data.chats import ChatCorpus
+from dzero.data.mixture import MixedCorpus
 from dzero.parallel.tiling.loss import head_of
 
 DEFAULT = 2
@@ -29,7 +30,9 @@ def answers_of(config: RunConfig) -> int:
 
 
 @torch.no_grad()
-def answer(model: nn.Module, corpus: ChatCorpus, count: int, tokens: int, device: torch.device) -> list[str]:
+def answer(
+    model: nn.Module, corpus: ChatCorpus | MixedCorpus, count: int, tokens: int, device: torch.device
+) -> list[str]:
     """Return one line for each of `count` held-out conversations, with at most `tokens` tokens of the likeliest answer.
 
     All ranks call this, with the model in evaluation.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import BASE
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.manifest_types import check_extra
+from dzero.checkpoint.selection import HELD_OUT, step_of
 from dzero.config import RunConfig
 from dzero.data.stream import SequenceStream
 from dzero.errors import RankLost
@@ -32,12 +34,22 @@ from dzero.models.base_record import base_difference
 from dzero.models.published import describe
 from dzero.monitor.sinks import Monitor
 from dzero.optim.base import MasterOptimizer
+from dzero.trainer.held_out import HeldOutRecord
 from dzero.utils.renamed import renewed_settings
 from dzero.utils.torch_internals import set_last_lr
 from dzero.zero.sharded import Sharded
 
 NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
 """Groups whose settings change no result."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What of a run changes with its steps, besides model and optimizer."""
+
+    schedule: LambdaLR
+    stream: SequenceStream
+    held_out: HeldOutRecord
 
 
 class RunCheckpoints:
@@ -53,13 +65,13 @@ class RunCheckpoints:
         config: RunConfig,
         sharded: Sharded,
         optim: MasterOptimizer,
-        schedule: LambdaLR,
-        stream: SequenceStream,
+        progress: Progress,
         device: torch.device,
         base: dict[str, Any] | None = None,
     ) -> None:
         self._base = base
-        self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
+        self._config, self._device = config, device
+        self._schedule, self._stream, self._held_out = progress.schedule, progress.stream, progress.held_out
         self._optim, self._model, self._readers = optim, sharded.model, config.mesh.readers(sharded.layout.ranks)
         wanted = config.checkpoint.every is not None or config.resume.source is not None
         frozen = [name for name, param in sharded.named_params().items() if not param.requires_grad]
@@ -95,6 +107,8 @@ class RunCheckpoints:
         self.notes += [*resumed.notes, f"resumed from {resumed.path}, after step {resumed.step}", *self._drift(resumed)]
         self._check_base(resumed)
         self._stream.load_state_dict(resumed.extra["stream"])
+        if "held_out" in resumed.extra:
+            self._held_out.load_state_dict(resumed.extra["held_out"])
         self._check_batch(resumed)
         self._set_steps(resumed.step)
         if resumed.local is None or self._shared_otherwise(resumed):
@@ -104,7 +118,7 @@ class RunCheckpoints:
         return resumed.step
 
     def after(self, step: int, monitor: Monitor, *, stop: bool) -> bool:
-        """Save `step` if a save is due or the run stops here; report saves that completed to `monitor`.
+        """Save `step` if it is due, the best so far, or the run stops here; report completed saves to `monitor`.
 
         Return whether the step is saved, if the run ends or stops here.
         """
@@ -112,9 +126,22 @@ class RunCheckpoints:
             return False
         config, end = self._config.checkpoint, step == self._config.train.steps
         self._tell(step, monitor, self._checkpoints.finished)
-        if config.every is not None and (step % config.every == 0 or (end and config.last) or stop):
+        due = stop or (end and config.last) or (config.keep_best and self._held_out.is_best(step))
+        if config.every is not None and (due or step % config.every == 0):
             self._tell(step, monitor, lambda: self._save(step))
         return (end or stop) and self._tell(step, monitor, self._checkpoints.finish)
+
+    def load_best(self, step: int) -> str:
+        """Load the states of the best checkpoint after the last `step`, for an export; return a line for the user.
+
+        The model stays as it is if it is the best, or no checkpoint has a held-out loss.
+        """
+        path = None if self._checkpoints is None else self._checkpoints.best()
+        if self._checkpoints is None or path is None:
+            return "NOT THE BEST: no checkpoint has a held-out loss, so the model of the last step is exported"
+        if step_of(path.name) != step:
+            self._checkpoints.resume(str(path))
+        return f"the best model is that of {path}"
 
     def _save(self, step: int) -> None:
         assert self._checkpoints is not None
@@ -124,6 +151,8 @@ class RunCheckpoints:
             "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
             "model": describe(self._model),
             **({} if self._base is None else {BASE: self._base}),
+            "held_out": self._held_out.state_dict(),
+            HELD_OUT: self._held_out.loss_at(step),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._checkpoints.save(step, extra, self._generators())

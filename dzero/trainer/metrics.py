@@ -15,6 +15,7 @@ from dzero.comm import dtensor_traffic
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
+from dzero.data.stream import SourceUse
 from dzero.hardware import peak_flops
 from dzero.mesh import AXES
 from dzero.monitor.memory import MemoryMeter, storage_bytes
@@ -24,6 +25,7 @@ from dzero.offload.executor import LaneUse
 from dzero.optim.base import MasterOptimizer
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
 from dzero.trainer.build import BuiltModel
+from dzero.trainer.held_out import HeldOut
 from dzero.zero.cost_model import expected_control, expected_traffic, peak_bytes, resting_bytes
 
 
@@ -48,8 +50,8 @@ READING_STEPS = 10
 class MetricsRecorder:
     """Recorder of one worker's metrics; `done_steps` were made before the run was resumed.
 
-    `losses` has the mean loss of every step, `counted_tokens` the number of targets that counted, and `planned_bytes`
-    the planned peak of this rank, or None.
+    `losses` has the mean loss of every step, `counted_tokens` the number of targets that counted, `sources` what was
+    taken of each source of a mixture, and `planned_bytes` the planned peak of this rank, or None.
     """
 
     def __init__(
@@ -90,10 +92,20 @@ class MetricsRecorder:
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
         self.counted_tokens = 0
+        self.sources: dict[str, SourceUse] = {}
+        self._step_sources: dict[str, SourceUse] = {}
         self.planned_bytes: int | None = None
         self._grad_bytes, self._state_bytes = 0, dict[str, int]()
         self._memory_read: Mapping[str, int] = {}
         self._lr = self._scale = 0.0
+
+    def count(self, tokens: int, sources: dict[str, SourceUse]) -> None:
+        """Count the targets of a step that count, and what the step takes of each source of a mixture."""
+        self.counted_tokens += tokens
+        self._step_sources = sources
+        for name, (taken, epochs) in sources.items():
+            before = self.sources[name].tokens if name in self.sources else 0
+            self.sources[name] = SourceUse(before + taken, epochs)
 
     def before_update(self) -> None:
         """Record what the update consumes: the size of gradients, the learning rate, and the loss scale."""
@@ -158,6 +170,7 @@ class MetricsRecorder:
             memory_bytes=self._memory_read,
             traffic_bytes=by_kind,
             lanes=lanes,
+            sources=self._step_sources,
         )
 
     def sum_over_ranks(self, values: torch.Tensor) -> list[float]:
@@ -166,8 +179,8 @@ class MetricsRecorder:
             values = gather(values).sum(0)
         return [float(each) for each in values.tolist()]
 
-    def summarise(self, held_out: float | None) -> RunSummary:
-        """Return the summary of the run so far; `held_out` is the last held-out loss."""
+    def summarise(self, held_out: HeldOut | None) -> RunSummary:
+        """Return the summary of the run so far; `held_out` is the last evaluation."""
         return RunSummary(
             steps=self.meter.steps,
             tokens=self.meter.tokens,
@@ -176,7 +189,9 @@ class MetricsRecorder:
             counted_steps=self.meter.counted_steps,
             first_loss=self.losses[0],
             loss=self.losses[-1],
-            held_out_loss=held_out,
+            held_out_loss=None if held_out is None else held_out.loss,
+            held_out_by_source={} if held_out is None else held_out.by_source,
+            sources=self.sources,
             speed=self.meter.overall(),
             peak_flops=self._peak_flops,
             skipped_steps=self._optim.skipped_steps,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,9 @@ from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig, as_yaml
 from dzero.data.chats import ChatCorpus
 from dzero.data.corpus import load
+from dzero.data.mixed_sequences import stream_over
+from dzero.data.mixture import MixedCorpus
 from dzero.data.prefetch import BatchPrefetcher
-from dzero.data.stream import SequenceStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
 from dzero.launch.signals import EXIT_SAVED, StopRequest
@@ -39,8 +39,9 @@ from dzero.plan.plan_run import log_plan
 from dzero.plan.run_layout import check_ranks
 from dzero.trainer.answers import answer, answers_of
 from dzero.trainer.build import BuiltModel
-from dzero.trainer.checkpointing import RunCheckpoints
+from dzero.trainer.checkpointing import Progress, RunCheckpoints
 from dzero.trainer.export import check_export, export
+from dzero.trainer.held_out import Evaluation, HeldOut, HeldOutRecord
 from dzero.trainer.isolation import check_isolation
 from dzero.trainer.metrics import MetricsRecorder, SharedLoss
 from dzero.utils.stdout import outlast_readers
@@ -82,7 +83,7 @@ class Trainer:
         memory = MemoryMeter(device)
         length, multiple = config.train.sequence_tokens, config.mesh.token_multiple if config.mesh.pp == 1 else 0
         self.corpus = load(config.data, config.model_folder, length)
-        train, held_out = self.corpus.train_sequences(length, multiple), None
+        train = self.corpus.train_sequences(length, multiple)
         readers = config.mesh.readers(config.mesh.data_ranks(world))
         self.config = config = replace(config, train=config.train.over(len(train), readers))
         self.built = built = BuiltModel(config, device, self.corpus.vocab_size)
@@ -95,16 +96,13 @@ class Trainer:
             "rank": built.reader,
             "ranks": built.readers,
         }
-        self.stream = SequenceStream(train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
+        self.stream = stream_over(train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
         check_isolation(built, train.read(np.zeros(config.train.microbatch_sequences, np.int64)))
         self.batches = BatchPrefetcher(self.stream, device)
-        if (most := config.train.evaluate_batches) > 0:
-            held_out = self.corpus.held_out_sequences(length, multiple)
-        self._evaluates, self.held_out_losses = held_out is not None, list[float]()
-        if held_out is not None:
-            self.evaluation = partial(evaluation_batches, held_out, max_batches=most, **slices)
-            self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
-        self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device, built.base)
+        self.evaluation = Evaluation(config, self.corpus, built, multiple, slices)
+        self.held_out = HeldOutRecord()
+        progress = Progress(self.schedule, self.stream, self.held_out)
+        self.saves = RunCheckpoints(config, self.sharded, self.optim, progress, device, built.base)
         self.done_steps = self.saves.resume()
         if self.done_steps < config.train.steps:
             check_export(config, self.sharded.model, run_folder)
@@ -144,7 +142,7 @@ class Trainer:
                 due = step == steps or step % config.train.evaluate_every_steps == 0
                 if due and (step == steps or not shared.stop):
                     held_out = self._evaluate(step, monitor)
-                ends = self._has_no_patience()
+                ends = config.train.patience is not None and self.held_out.worse >= config.train.patience
                 saved = self.saves.after(step, monitor, stop=shared.stop or ends)
                 if shared.stop and step < steps:
                     self._stop(step, monitor, stop, saved=saved)
@@ -155,18 +153,17 @@ class Trainer:
                     monitor.note(step, worse)
                     break
             self.optim.synchronize()  # raises errors of the last update
-            if config.export.at_end:
-                monitor.note(step, f"exported to {from_here(export(config, self.sharded, self.run_folder))}")
             summary = self.recorder.summarise(held_out)
+            if config.export.at_end:
+                self._export(step, monitor)
             monitor.summary(summary)
         return summary
 
-    def _has_no_patience(self) -> bool:
-        """Return whether the last `train.patience` held-out losses are no lower than the lowest before them."""
-        patience = self.config.train.patience
-        if patience is None or len(self.held_out_losses) <= patience:
-            return False
-        return min(self.held_out_losses[-patience:]) >= min(self.held_out_losses[:-patience])
+    def _export(self, step: int, monitor: Monitor) -> None:
+        """Export the model of the last step, or that of the lowest held-out loss, whose states are loaded for it."""
+        if self.config.export.which == "best":
+            monitor.note(step, self.saves.load_best(step))
+        monitor.note(step, f"exported to {from_here(export(self.config, self.sharded, self.run_folder))}")
 
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
         """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""
@@ -193,7 +190,7 @@ class Trainer:
         the step, because the stream knows it of all ranks' sequences.
         """
         counted = self.stream.counted(self.microbatches)
-        self.recorder.counted_tokens += counted
+        self.recorder.count(counted, self.stream.use(self.microbatches))
         share = counted / self.built.parts
         if self.built.pipeline is not None:
             batches = [self.batches.next() for _ in range(self.microbatches)]
@@ -248,28 +245,26 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def _evaluate(self, step: int, monitor: Monitor) -> float | None:
-        """Report and return the mean loss of the held-out tokens that count, in nats; None if nothing is held out.
+    def _evaluate(self, step: int, monitor: Monitor) -> HeldOut | None:
+        """Report and return the held-out loss; None if nothing is held out.
 
         The model then answers some held-out conversations.
         """
-        if not self._evaluates:
+        if not self.evaluation:
             return None
         self.sharded.train(False)
-        with self.built.losses():
-            sums = torch.stack([self.built.held_out(batch) for batch in self.evaluation()]).sum(0)
+        found = self.evaluation(self.recorder.sum_over_ranks)
         said, answers = list[str](), answers_of(self.config)
-        if answers and isinstance(self.corpus, ChatCorpus):
+        if answers and isinstance(self.corpus, ChatCorpus | MixedCorpus):
             said = answer(self.sharded.model, self.corpus, answers, self.config.train.answer_tokens, self.device)
         self.sharded.train(True)
         self.sharded.reshard()
-        total, counted = self.recorder.sum_over_ranks(sums)
         self.sharded.ledger.take()  # discard the traffic of evaluation
-        self.held_out_losses.append(total / counted)
-        monitor.held_out(step, total / counted)
+        self.held_out.add(step, found.loss)
+        monitor.held_out(step, found.loss, found.by_source)
         for line in said:
             monitor.note(step, line)
-        return total / counted
+        return found
 
     def _plan(self, step: int, monitor: Monitor) -> None:
         """Write this run's plan to TensorBoard."""

@@ -173,6 +173,9 @@ FAKE_TENSORS = Seam(
         "torch.utils._python_dispatch:TorchDispatchMode",
         "torch.distributed.distributed_c10d:_resolve_process_group",
         "torch:UntypedStorage._cdata",
+        "torch._subclasses.fake_tensor:DataDependentOutputException",
+        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+        "torch._subclasses.fake_tensor:UnsupportedOperatorException",
     ),
     "running a model without memory, as plans do",
 )
@@ -341,6 +344,18 @@ def fake_tensors() -> AbstractContextManager[object]:
     FAKE_TENSORS.require()
     mode: AbstractContextManager[object] = import_module("torch._subclasses").FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+def fake_tensor_limits() -> tuple[type[Exception], ...]:
+    """Return the errors by which fake tensors say that a model needs values or operators that they do not have."""
+    FAKE_TENSORS.require()
+    fakes = import_module("torch._subclasses.fake_tensor")
+    return (
+        fakes.DataDependentOutputException,
+        fakes.DynamicOutputShapeException,
+        fakes.UnsupportedOperatorException,
+        NotImplementedError,
+    )
 
 
 # Process groups.

@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +42,15 @@ def write_rank(folder: Directory, rank: int, entries: Entries, *, block_bytes: i
 RUN = Lineage("0" * 32)
 
 
-def write(shelf: Path, step: int, ranks: Sequence[Entries], *, block_bytes: int = PAGE, lineage: Lineage = RUN) -> Path:
+def write(
+    shelf: Path,
+    step: int,
+    ranks: Sequence[Entries],
+    *,
+    block_bytes: int = PAGE,
+    lineage: Lineage = RUN,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
     """A checkpoint that the pointer names."""
     shelf.mkdir(exist_ok=True)
     on = CheckpointStore(shelf)
@@ -50,7 +60,7 @@ def write(shelf: Path, step: int, ranks: Sequence[Entries], *, block_bytes: int 
             data, sealed = seal(write_rank(folder, rank, entries, block_bytes=block_bytes))
             folder.write(index_name(rank), data)
             seals.append(sealed)
-        manifest = Manifest(VERSION, step, tuple(seals), {"extra": {"step": step}}, *lineage, time.time_ns())
+        manifest = Manifest(VERSION, step, tuple(seals), {"extra": {"step": step, **extra}}, *lineage, time.time_ns())
         folder.write(MANIFEST, seal(manifest)[0])
     on.publish(name)
     on.point(name, lineage)

@@ -228,6 +228,11 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "state.extra.stream[...]": (lambda state: state["extra"]["stream"].update(epoch=0.5), "Expected `int`"),
     "state.extra.config": (lambda state: state["extra"].update(config=1), "Expected `object`, got `int`"),
     "state.extra.config.mesh": (lambda state: state["extra"]["config"].update(mesh=[]), "got `array`"),
+    "state.extra.held_out": (lambda state: state["extra"].update(held_out=[1.0]), "Expected `object`, got `array`"),
+    "state.extra.held_out.loss": (
+        lambda state: state["extra"].update(held_out={"loss": "low", "step": 1, "worse": 0}),
+        "got `str`",
+    ),
     "state.extra.step_sequences": (lambda state: state["extra"].update(step_sequences=[2]), "Expected `int`"),
 }
 

@@ -46,6 +46,7 @@ def test_everything_in_it_is_told(tmp_path: Path) -> None:
     summary, contents, files, settings = inspect(path, verify=True)[0]
     assert dict(summary.rows) == {
         "step": "7",
+        "held-out loss": "not evaluated",
         "saved": "2026-01-02T03:04:05+00:00",
         "run": "unknown",
         "ranks": "3",

@@ -34,7 +34,7 @@ def test_a_file_gets_the_first_the_last_and_every_nth_step() -> None:
 def test_a_file_gets_held_out_losses_and_notes_as_they_come() -> None:
     file = StringIO()
     console = Console(25, log_every_steps=100, terminal=Terminal(file=file))
-    console.held_out(20, 3.25)
+    console.held_out(20, 3.25, {})
     console.note(21, "skipped: gradient of [layers.0.w] is not finite")
     assert file.getvalue() == (
         "step=20 held_out_loss=3.2500\nstep=21 skipped: gradient of [layers.0.w] is not finite\n"
@@ -54,7 +54,7 @@ def test_a_terminal_gets_one_live_line_and_ruled_tables() -> None:
     file = StringIO()
     terminal = Terminal(file=file, force_terminal=True, width=140, _environ={"TERM": "xterm"})
     console = Console(300, terminal=terminal)
-    console.held_out(5, 3.25)
+    console.held_out(5, 3.25, {})
     for step in range(1, 8):
         console.step(record_of(step))
     console.note(7, "skipped: gradient of [w] is not finite")

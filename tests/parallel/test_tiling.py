@@ -24,7 +24,7 @@ from dzero.models.hf import HFDecoder
 from dzero.models.llama import SwiGLU
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tiling.loss import returns_logits_of
+from dzero.parallel.tiling.loss import returns_logits_of, tile_loss
 from dzero.parallel.tiling.tile import fill_tiles, tile, tiles_of
 from dzero.zero.units import find_units
 
@@ -213,6 +213,35 @@ def test_whether_a_model_passes_on_the_logits_of_its_head_is_found_without_its_v
         config = transformers.AutoConfig.for_model(kind, **sizes, **heads)
         model = HFDecoder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     assert returns_logits_of(model, model.get_output_embeddings()) is passes_on
+
+
+class Stubborn(nn.Module):
+    """Model on meta whose forward raises, or asks for a value."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__()
+        self.problem = problem
+        with torch.device("meta"):
+            self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(tokens))
+        if self.problem == "value":
+            return logits if float(logits.sum()) > 0 else -logits
+        if self.problem == "in fp32" and logits.dtype == torch.bfloat16:
+            return 2 * logits
+        raise KeyError(self.problem)
+
+
+def test_a_models_own_error_is_raised_and_not_taken_for_one_that_cannot_be_tiled() -> None:
+    model = Stubborn("gone")
+    with pytest.raises(KeyError, match="gone"):
+        returns_logits_of(model, model.head)
+    with pytest.raises(KeyError, match="gone"):
+        tile_loss(model, 1)
+    for problem in ("value", "in fp32"):  # what fake tensors lack, and an error in one of two dtypes
+        model = Stubborn(problem)
+        assert not returns_logits_of(model, model.head)
 
 
 @pytest.mark.parametrize(

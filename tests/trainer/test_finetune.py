@@ -188,7 +188,7 @@ def test_the_command_trains_and_leaves_a_model_that_transformers_loads_with_its_
 
 def losses_until_the_end(rank: int, ranks: int, settings: list[str], folder: Path) -> tuple[int, list[float]]:
     trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
-    return trainer.run().steps, trainer.held_out_losses
+    return trainer.run().steps, trainer.held_out.losses
 
 
 def test_a_run_whose_held_out_loss_falls_no_more_ends_and_is_saved_and_exported(

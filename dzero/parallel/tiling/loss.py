@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,12 @@ from dzero.parallel.loss import sum_of_losses
 from dzero.parallel.tiling.head_loss import sum_of_tiled_losses
 from dzero.parallel.tiling.split_head_loss import sum_of_split_losses
 from dzero.parallel.tiling.tile import tile_all, tiles_of
-from dzero.utils.torch_internals import fake_tensors
+from dzero.utils.torch_internals import fake_tensor_limits, fake_tensors
 
 LOGITS_BYTES = 128 << 20
 """Limit of the fp32 logits of a tile, where the number of tiles is not set."""
+DTYPES_TRIED = (torch.bfloat16, None)
+"""Dtypes in which a model on meta is tried; None for its own."""
 
 
 def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
@@ -103,8 +105,11 @@ def returns_logits_of(model: nn.Module, head: nn.Module) -> bool:
     """Return whether the logits that `model` returns for two tokens are those that `head` returned.
 
     A model on meta is run on tensors without values: in bf16, which experts of transformers demand there, and in its
-    own dtypes, in which a cast of logits to fp32 changes nothing. One success is enough; a model that cannot be run has
-    none. Llama is known, and its experts may be on other ranks.
+    own dtypes, in which a cast of logits to fp32 changes nothing. One success is enough. A model that needs values to
+    run has none. Llama is known, and its experts may be on other ranks.
+
+    Raises:
+        Exception: The model's own error, if it can be run in neither way.
     """
     if isinstance(model, Llama):
         return True
@@ -112,16 +117,24 @@ def returns_logits_of(model: nn.Module, head: nn.Module) -> bool:
     if not any(each.is_meta for each in tensors.values()):
         with torch.random.fork_rng(devices=[]):
             return _passes_on(model, head, {}, next(iter(tensors.values())).device)
-    for dtype in (torch.bfloat16, None):
-        with suppress(Exception), fake_tensors():  # models and fake tensors raise any kind of error
-            floats = {name for name, each in model.named_parameters() if each.is_floating_point()}
-            fake = {
-                name: torch.empty(each.shape, dtype=(dtype if name in floats else None) or each.dtype)
-                for name, each in tensors.items()
-                if each.is_meta
-            }
-            if _passes_on(model, head, fake, torch.device("cpu")):
-                return True
+    floats = {name for name, each in model.named_parameters() if each.is_floating_point()}
+    errors: list[Exception] = []
+    for dtype in DTYPES_TRIED:
+        try:
+            with fake_tensors():
+                fake = {
+                    name: torch.empty(each.shape, dtype=(dtype if name in floats else None) or each.dtype)
+                    for name, each in tensors.items()
+                    if each.is_meta
+                }
+                if _passes_on(model, head, fake, torch.device("cpu")):
+                    return True
+        except fake_tensor_limits():
+            return False
+        except Exception as error:  # a model raises any kind of error, and some raise it in one of the dtypes only
+            errors.append(error)
+    if len(errors) == len(DTYPES_TRIED):
+        raise errors[-1]
     return False
 
 

@@ -1,0 +1,98 @@
+"""The model of the lowest held-out loss is kept, exported, and remembered by a run that resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from small_runs import CONF
+from test_finetune import model, words  # noqa: F401  (a fixture)
+
+from dzero.checkpoint.export_hf import export, plan
+from dzero.checkpoint.reader import Checkpoint
+from dzero.errors import RunError
+from dzero.overrides import composed
+from dzero.trainer.trainer import Trainer
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def ran(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    before = trainer.held_out.state_dict()
+    steps = trainer.done_steps
+    if steps < trainer.config.train.steps:
+        steps += trainer.run().steps
+    return {"before": before, "after": trainer.held_out.state_dict(), "losses": trainer.held_out.losses, "steps": steps}
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "saved").glob("step*"))
+
+
+WAYS = {
+    "parameters": ["zero.stage=3", "offload=host"],
+    "adapters": ["adapter=lora", "zero.stage=2", "optim.lr=1.0"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_best_checkpoint_is_kept_and_exported_and_a_resumed_run_knows_it(
+    pool: Pool,
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+    way: str,
+) -> None:
+    if way == "adapters":
+        pytest.importorskip("peft")
+    settings = words(model, tmp_path, "optim.lr=0.3", "train.epochs=12", "train.evaluate_every_steps=2", *WAYS[way])
+    settings += ["train.answers=0", f"checkpoint.folder={tmp_path / 'saved'}", "checkpoint.every=3"]
+    settings += ["checkpoint.keep=1", "checkpoint.keep_best=true", "export.which=best"]
+    found = pool.run(ran, 2, [*settings, "train.patience=3"], tmp_path)[0]
+    losses, steps = found["losses"], found["steps"]
+    at = losses.index(min(losses))
+    best, last = 2 * (at + 1), 2 * len(losses)
+    assert steps == last == best + 6
+    assert saved(tmp_path) == [f"step_{best:08d}", f"step_{last:08d}"]
+    assert found["after"] == {"loss": min(losses), "step": best, "worse": 3}
+    name = "adapter_model.safetensors" if way == "adapters" else "model.safetensors"
+    exported = safetensors.load_file(tmp_path / "model" / name)
+    if way == "parameters":
+        for step in (best, last):
+            with Checkpoint(tmp_path / "saved" / f"step_{step:08d}") as checkpoint:
+                export(tmp_path / str(step), plan(checkpoint, "bf16"))
+        wanted, other = (safetensors.load_file(tmp_path / str(step) / name) for step in (best, last))
+        assert exported.keys() == wanted.keys()
+        assert all(torch.equal(exported[key], wanted[key]) for key in wanted)
+        assert not all(torch.equal(exported[key], other[key]) for key in other)
+    settings += ["resume=auto", "export.at_end=false", "export.which=last"]
+    again = pool.run(ran, 1, [*settings, "train.patience=6", "train.accumulate=2"], tmp_path)[0]
+    assert again["before"] == found["after"]
+    if min(again["losses"]) >= min(losses):
+        assert saved(tmp_path)[0] == f"step_{best:08d}"
+        assert again["after"]["worse"] == min(6, 3 + len(again["losses"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["export.which=best"], "export.which=best with checkpoint.keep_best=false: the model of the lowest"),
+        (["export.which=first"], "export.which='first': choose last or best"),
+        (["checkpoint.keep_best=true"], "checkpoint.keep_best=true has no effect with checkpoint.every=null"),
+        (
+            ["checkpoint.every=1", "checkpoint.keep_best=true", "data.held_out=0"],
+            "checkpoint.keep_best=true with data.held_out=0: there is no held-out loss",
+        ),
+    ],
+)
+def test_a_best_that_cannot_be_is_refused_in_one_line(
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+    settings: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(RunError, match=message):
+        composed([*words(model, tmp_path), *settings], CONF)
