@@ -93,7 +93,7 @@ class WeightCodec:
         scales = packed[:, :codes_at].view(torch.bfloat16).to(out.dtype).unsqueeze(-1)
         step = max(1, ELEMS_AT_ONCE // elems)
         for first in range(0, rows, step):
-            codes = packed[first : first + step, codes_at:].reshape(-1).int()
+            codes = packed[first : first + step, codes_at:].int().view(-1)  # a part of rows becomes contiguous with it
             part = out[first : first + step].view(-1, elems // BLOCK_ELEMS, BLOCK_ELEMS)
             torch.mul(
                 table.index_select(0, codes).view(out.dtype).view(part.shape), scales[first : first + step], out=part
