@@ -66,7 +66,8 @@ def begun(rank: int, ranks: int, settings: list[str], folder: Path) -> tuple[str
 
 def held_out(rank: int, ranks: int, settings: list[str], folder: Path) -> float | None:
     """Loss of the held-out conversations before the first step."""
-    return Trainer(composed(settings, CONF), folder, torch.device("cpu"))._evaluate(1, Silent())
+    found = Trainer(composed(settings, CONF), folder, torch.device("cpu"))._evaluate(1, Silent())
+    return None if found is None else found.loss
 
 
 def written(kind: str, folder: Path) -> Path:
