@@ -1,0 +1,1 @@
+"""Ways into dzero from the loops of other libraries."""
