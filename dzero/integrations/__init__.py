@@ -1,1 +1,0 @@
-"""Ways into dzero from the loops of other libraries."""

@@ -5,17 +5,18 @@
 
     what Trainer does              here
     wraps the model                `dzero.shard`, in place, where training or evaluation first needs the model
-    creates an optimizer           `dzero.AdamW`, or `dzero.TorchOptimizer` around Trainer's class, with Trainer's groups
+    creates an optimizer           `dzero.AdamW`, or `dzero.TorchOptimizer` around another class, with Trainer's groups
     accumulates                    `Sharded.microbatch` around each training step
     clips and logs the norm        the optimizer clips by the true norm of all ranks, and tells it after its step
     bf16=True, fp16=True           dtypes of the layout: 16-bit parameters with fp32 masters, instead of autocast
-    saves a checkpoint             `dzero.Checkpointer` in the checkpoint's folder, besides the files for `from_pretrained`
+    saves a checkpoint             `dzero.Checkpointer` in the checkpoint's folder, beside what `from_pretrained` loads
 
 Everything else is Trainer's own: data, schedules, callbacks, evaluation, logs and the files of its state.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 from collections.abc import Mapping
@@ -67,8 +68,9 @@ class DzeroMixin:
         self._norm = torch.zeros(())
         super().__init__(*args, **kwargs)
         self._refuse()
-        self.place_model_on_device = False
-        self.accelerator.backward = self._backward
+        trainer: Any = self
+        trainer.place_model_on_device = False
+        trainer.accelerator.backward = self._backward
 
     def _refuse(self) -> None:
         """Raise ValueError for arguments that shard in another way, or need the whole model."""
@@ -79,7 +81,12 @@ class DzeroMixin:
             (args.deepspeed is not None, "deepspeed: take dzero= in its place"),
             (args.n_gpu > 1, "several GPUs in one process: start one process per GPU, with torchrun"),
             (trainer.optimizer is not None, "optimizers: made for the model before it was sharded; take args.optim"),
-            (args.auto_find_batch_size, "auto_find_batch_size: the layout depends on the batch; take zero=auto's plan"),
+            (args.auto_find_batch_size, "auto_find_batch_size: the layout depends on the batch; choose one"),
+            (args.torch_compile, "torch_compile: the model is compiled as a whole, around its shards; leave it away"),
+            (
+                args.save_only_model and args.load_best_model_at_end,
+                "save_only_model and load_best_model_at_end: the best model is loaded from its states; save these too",
+            ),
         ):
             if given:
                 raise ValueError(f"DzeroTrainer with {told}")
@@ -100,10 +107,10 @@ class DzeroMixin:
         if self.sharded is None:
             settings = {"stage": 2, **self._shard_settings}
             settings.setdefault("precision", self._precision())
-            if not dist.is_initialized():
-                raise ValueError(
-                    "DzeroTrainer needs a process group: start the script with torchrun, also on one device"
-                )
+            if not dist.is_initialized():  # a script that was started without torchrun
+                store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
+                dist.init_process_group(store=store, rank=0, world_size=1)
+                atexit.register(dist.destroy_process_group)
             self.sharded = shard(trainer.model, microbatches=trainer.args.gradient_accumulation_steps, **settings)
             prepared = trainer.accelerator.prepare_model(trainer.model, device_placement=False, evaluation_mode=True)
             assert prepared is trainer.model
@@ -133,6 +140,7 @@ class DzeroMixin:
                 trainer.optimizer = TorchOptimizer(sharded, rule, groups, **settings)
             trainer.optimizer.register_step_post_hook(self._tell_norm)
             trainer.accelerator._optimizers.append(_Skips(trainer.optimizer))
+        assert isinstance(trainer.optimizer, MasterOptimizer)
         return trainer.optimizer
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -155,9 +163,7 @@ class DzeroMixin:
         trainer.create_scheduler(num_training_steps=max_steps)
         trainer.model_wrapped = trainer.model
         if resume_from_checkpoint is not None:
-            self._load_states(resume_from_checkpoint)
-            schedule = torch.load(Path(resume_from_checkpoint) / "scheduler.pt", weights_only=True)
-            trainer.lr_scheduler.load_state_dict(schedule)
+            trainer.lr_scheduler.load_state_dict(self._load_states(resume_from_checkpoint)["schedule"])
             for group, lr in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -225,6 +231,8 @@ class DzeroMixin:
                     folder.rmdir()
                 folder.parent.rmdir()
         if trainer.args.should_save:
+            if trainer.model.can_generate():
+                trainer.model.generation_config.save_pretrained(target)
             if (processing := trainer.processing_class) is not None:
                 processing.save_pretrained(target)
             torch.save(trainer.args, target / "training_args.bin")
@@ -241,19 +249,18 @@ class DzeroMixin:
         trainer: Any = self
         folder = Path(output_dir) / STATES
         with Checkpointer(CheckpointConfig(folder=str(folder)), self._shard(), trainer.optimizer) as checkpoints:
-            checkpoints.save(trainer.state.global_step, {})
-        if trainer.args.should_save:
-            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+            checkpoints.save(trainer.state.global_step, {"schedule": trainer.lr_scheduler.state_dict()})
 
-    def _load_states(self, checkpoint: str) -> None:
+    def _load_states(self, checkpoint: str) -> dict[str, Any]:
+        """Load model and optimizer states, and return what was saved beside them."""
         trainer: Any = self
         folder = Path(checkpoint) / STATES
         if not folder.is_dir():
-            raise ValueError(
-                f"{checkpoint}: it holds no states of dzero ({STATES}/); it was saved with save_only_model"
-            )
+            raise ValueError(f"{checkpoint}: no states of dzero ({STATES}/) are there, as after save_only_model=True")
         with Checkpointer(CheckpointConfig(folder=str(folder)), self._shard(), trainer.optimizer) as checkpoints:
-            checkpoints.resume("auto", strict=True)
+            resumed = checkpoints.resume("auto", strict=True)
+        assert resumed is not None
+        return resumed.extra
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Wait for `_prepare_for_training`, which loads weights with the optimizer's states."""
