@@ -28,6 +28,7 @@ config overrides
 plan
 trainer
 verify
+integrations
 cli
 __main__
 """
@@ -241,7 +242,14 @@ def test_no_function_changes_a_modules_globals() -> None:
 
 SEAMS = {"dzero.utils.torch_internals", "dzero.zero.fsdp_internals", "dzero.parallel.context.ring"}
 """The only modules that name private parts of torch."""
-NOT_TORCHS = {"_exit": "os", "_get_node": "omegaconf", "_replace": "named tuples", "_init_weights": "transformers"}
+NOT_TORCHS = {
+    "_exit": "os",
+    "_get_node": "omegaconf",
+    "_replace": "named tuples",
+    "_init_weights": "transformers",
+    "_created_lr_scheduler": "transformers",
+    "_optimizers": "accelerate",
+}
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "__dict__.get", "__dict__.pop")
 PRIVATE_MODULE = re.compile(r"torch(\.\w+)*[.:]_\w+")
 

@@ -1,0 +1,63 @@
+"""`DzeroTrainer`: what plain `Trainer` logs, keeps and writes, to 1e-6, at every stage and with offload."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_runs
+
+transformers = pytest.importorskip("transformers")
+
+SETTINGS = {
+    "stage 3": {"stage": 3},
+    "stage 2": {"stage": 2},
+    "stage 1": {"stage": 1},
+    "stage 0": {"stage": 0},
+    "host": {"stage": 3, "offload": "host"},
+}
+
+
+def run(folder: Path, *words: str) -> list[dict[str, Any]]:
+    folder.mkdir()
+    launch = [] if len(words) == 0 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line = [sys.executable, *launch, trainer_runs.__file__, str(folder), *words]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def test_a_script_of_trainer_gives_the_same_numbers_at_every_stage(tmp_path: Path) -> None:
+    (plain,) = run(tmp_path / "plain")
+    *runs, resumed = run(tmp_path / "dzero", json.dumps([*SETTINGS.values()]))
+    norms = [row["grad_norm"] for row in plain["logs"] if "grad_norm" in row]
+    assert len(norms) == trainer_runs.STEPS
+    assert min(norms) > 0.5, "clipping bites"
+    for found in runs:
+        assert [*map(sorted, found["logs"])] == [*map(sorted, plain["logs"])]
+        for row, want in zip(found["logs"], plain["logs"], strict=True):
+            assert row == pytest.approx(want, rel=1e-6, abs=1e-12)
+        for name, want in plain["params"].items():
+            torch.testing.assert_close(torch.tensor(found["params"][name]), torch.tensor(want), rtol=0, atol=1e-6)
+        assert Path(found["best"]).name == Path(plain["best"]).name
+    # Stages 2 and 3 sum each microbatch over the ranks, stages 0 and 1 the microbatches on each rank first.
+    for alike in (("stage 3", "stage 2", "host"), ("stage 1", "stage 0")):
+        first, *others = [found for name, found in zip(SETTINGS, runs, strict=True) if name in alike]
+        for other in others:
+            assert (other["logs"], other["params"]) == (first["logs"], first["params"]), "the same bits"
+    assert resumed["params"] == runs[0]["params"]
+    assert resumed["logs"] == runs[0]["logs"]
+
+    folders = [tmp_path / way / "0" for way in ("plain", "dzero")]
+    names = [{each.name for each in folder.iterdir()} for folder in folders]
+    assert names[0] == names[1]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    for name, param in loaded.named_parameters():
+        assert torch.equal(param, torch.tensor(runs[0]["params"][name]))
