@@ -134,13 +134,20 @@ class RunCheckpoints:
     def load_best(self, step: int) -> str:
         """Load the states of the best checkpoint after the last `step`, for an export; return a line for the user.
 
-        The model stays as it is if it is the best, or no checkpoint has a held-out loss.
+        The model stays as it is if it is the best, or no checkpoint has a held-out loss. If the save of the best
+        failed, the best of those that were saved is loaded.
         """
         path = None if self._checkpoints is None else self._checkpoints.best()
         if self._checkpoints is None or path is None:
             return "NOT THE BEST: no checkpoint has a held-out loss, so the model of the last step is exported"
         if step_of(path.name) != step:
             self._checkpoints.resume(str(path))
+        lowest = self._held_out
+        if step_of(path.name) != lowest.best_step:
+            return (
+                f"NOT THE BEST: the model after step {lowest.best_step}, with a held-out loss of "
+                f"{lowest.best_loss}, was not saved, so that of {path} is exported"
+            )
         return f"the best model is that of {path}"
 
     def _save(self, step: int) -> None:
