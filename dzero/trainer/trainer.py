@@ -134,7 +134,11 @@ class Trainer:
             why = f"and no lower held-out loss came in train.patience={config.train.patience} evaluations"
         lines = [*self.saves.notes, f"nothing is left to train: {made} steps were made, {why}"]
         with self.saves:
-            if config.export.at_end and not is_exported(config, self.run_folder):
+            if config.export.at_end and is_exported(config, self.run_folder):
+                lines.append(
+                    f"not exported again: {from_here(self.run_folder / config.export.folder)} is there already"
+                )
+            elif config.export.at_end:
                 lines += self._export(made)
         if self.rank == 0:
             print(*lines, sep="\n", flush=True)

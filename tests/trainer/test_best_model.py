@@ -16,7 +16,9 @@ from dzero.checkpoint.reader import Checkpoint
 from dzero.data.corpus import load
 from dzero.errors import RunError
 from dzero.overrides import composed
-from dzero.trainer.held_out import Evaluation
+from dzero.trainer import checkpointing
+from dzero.trainer.checkpointing import RunCheckpoints
+from dzero.trainer.held_out import Evaluation, HeldOutRecord
 from dzero.trainer.trainer import Trainer
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -127,3 +129,32 @@ def test_a_best_of_data_too_small_to_hold_out_anything_is_refused(
     corpus = load(config.data, config.model_folder, config.train.sequence_tokens)
     with pytest.raises(ValueError, match=f"{setting}: nothing of .*one.jsonl.* is held out; give more data"):
         Evaluation(config, corpus, built=None, multiple=1, slices={})  # type: ignore[arg-type]
+
+
+class Saved:
+    """Checkpoints of which the save of step 4, the best, failed; that of step 2 is the best of the others."""
+
+    resumed = ""
+
+    def best(self) -> Path:
+        return Path("saved/step_00000002")
+
+    def resume(self, which: str) -> None:
+        self.resumed = which
+
+
+@pytest.mark.parametrize(("last", "taken"), [(3.0, "after step 6"), (8.0, "after step 2")])
+def test_where_the_best_was_not_saved_the_best_of_the_others_is_exported(
+    monkeypatch: pytest.MonkeyPatch, last: float, taken: str
+) -> None:
+    monkeypatch.setattr(checkpointing, "manifest_at", lambda _: None)
+    monkeypatch.setattr(checkpointing, "held_out_loss", lambda _: 7.0)
+    saves, record = RunCheckpoints.__new__(RunCheckpoints), HeldOutRecord()
+    for step, loss in ((2, 7.0), (4, 2.5), (6, last)):
+        record.add(step, loss)
+    saves._checkpoints, saves._held_out = Saved(), record  # type: ignore[assignment]
+    said = saves.load_best(6)
+    assert said == (
+        f"NOT THE BEST: the model after step 4, with a held-out loss of 2.5, was not saved, so that {taken} is exported"
+    )
+    assert saves._checkpoints.resumed == ("" if last < 7.0 else "saved/step_00000002")  # type: ignore[union-attr]
