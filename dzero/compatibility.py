@@ -659,6 +659,10 @@ RUN = (
         )
         for setting in ("train.evaluate_batches", "data.held_out")
     ),
+    *(
+        idle("train.patience", f"{setting}=0", "", f"a larger {setting}", f"train.patience=2 {setting}=0")
+        for setting in ("train.evaluate_batches", "data.held_out")
+    ),
     idle("export.folder", "export.at_end=false", "", "export.at_end=true", "export.folder=x"),
     idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
     Rule(

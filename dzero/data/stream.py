@@ -21,6 +21,8 @@ from dzero.data.batch import IGNORED, Batch
 from dzero.data.order import in_epochs
 from dzero.data.sequences import Sequences
 
+CHECKSUMS = {"crc32": "the samples or their order in the data changed", "weights": "data.weights changed"}
+"""What a difference means, of the properties of a stream that are checksums."""
 EMPTY = -1
 """Index of a place without a sequence."""
 
@@ -112,7 +114,7 @@ class SequenceStream:
                 "made by state_dict()"
             )
         if drifted := [key for key in identity if state[key] != identity[key]]:
-            changes = ", ".join(f"{key} was {state[key]} and is {identity[key]}" for key in drifted)
+            changes = ", ".join(CHECKSUMS.get(key, f"{key} was {state[key]} and is {identity[key]}") for key in drifted)
             raise ValueError(
                 f"{self.sequences.name}: the stream was saved over other data ({changes}); an exact resume "
                 "needs the same data, data settings, sequence length and seed"

@@ -77,6 +77,11 @@ class HFDecoder(nn.Module):
         return logits
 
 
+def class_name(model: nn.Module) -> str:
+    """Return the name of a model's class for messages: of an `HFDecoder`, that of the model of transformers in it."""
+    return type(model.model if isinstance(model, HFDecoder) else model).__name__
+
+
 def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
     """Return the model on the meta device, in fp32, from a folder with config.json, or a type with its default sizes.
 

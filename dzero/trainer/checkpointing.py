@@ -25,7 +25,8 @@ from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import BASE
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.manifest_types import check_extra
-from dzero.checkpoint.selection import HELD_OUT, step_of
+from dzero.checkpoint.selection import HELD_OUT, held_out_loss, step_of
+from dzero.checkpoint.store import manifest_at
 from dzero.config import RunConfig
 from dzero.data.stream import SequenceStream
 from dzero.errors import RankLost
@@ -134,14 +135,22 @@ class RunCheckpoints:
     def load_best(self, step: int) -> str:
         """Load the states of the best checkpoint after the last `step`, for an export; return a line for the user.
 
-        The model stays as it is if it is the best, or no checkpoint has a held-out loss.
+        The model stays as it is if it is the best, or no checkpoint has a held-out loss. If the save of the best
+        failed, the best of the others is taken, which may be the model as it is.
         """
         path = None if self._checkpoints is None else self._checkpoints.best()
         if self._checkpoints is None or path is None:
             return "NOT THE BEST: no checkpoint has a held-out loss, so the model of the last step is exported"
-        if step_of(path.name) != step:
+        saved, here = held_out_loss(manifest_at(path)), self._held_out.loss_at(step)
+        stays = step_of(path.name) == step or (saved is not None and here is not None and here < saved)
+        if not stays:
             self._checkpoints.resume(str(path))
-        return f"the best model is that of {path}"
+        taken = step if stays else step_of(path.name)
+        if taken != self._held_out.best_step:
+            best = f"the model after step {self._held_out.best_step}, with a held-out loss of"
+            lost = f"NOT THE BEST: {best} {self._held_out.best_loss}, was not saved"
+            return f"{lost}, so that after step {taken} is exported"
+        return "the best model is that of the last step" if taken == step else f"the best model is that of {path}"
 
     def _save(self, step: int) -> None:
         assert self._checkpoints is not None

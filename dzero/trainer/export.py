@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dzero.checkpoint.save_pretrained import save_pretrained
+from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig
 from dzero.errors import RunError
 from dzero.models.published import describe
@@ -42,6 +43,13 @@ def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
             if file.exists() and not (folder / name).exists():
                 (folder / name).write_bytes(read_bytes(file))
     return folder
+
+
+def is_exported(config: RunConfig, run_folder: Path) -> bool:
+    """Return whether the folder of the export exists, as rank 0 sees it. All ranks call this."""
+    world = dist.group.WORLD
+    assert world is not None
+    return bool(gather_json((run_folder / config.export.folder).exists(), world)[0])
 
 
 def check_export(config: RunConfig, model: nn.Module, run_folder: Path) -> None:

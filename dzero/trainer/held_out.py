@@ -55,7 +55,8 @@ class HeldOutRecord:
         """Add the loss of an evaluation after `step` steps."""
         self.losses.append(loss)
         self.last_step, self.last_loss = step, loss
-        if self.best_loss is None or loss < self.best_loss or math.isnan(self.best_loss):
+        best = math.nan if self.best_loss is None else self.best_loss
+        if self.best_loss is None or loss < best or (math.isnan(best) and not math.isnan(loss)):
             self.best_loss, self.best_step, self.worse = loss, step, 0
         else:
             self.worse += 1
@@ -91,6 +92,12 @@ class Evaluation:
         self._built = built
         most, length = config.train.evaluate_batches, config.train.sequence_tokens
         found = held_out_of(corpus, length, multiple) if most > 0 else {}
+        for setting, is_set in (
+            (f"train.patience={config.train.patience}", config.train.patience is not None),
+            ("checkpoint.keep_best=true", config.checkpoint.keep_best),
+        ):
+            if is_set and not found:
+                raise ValueError(f"{setting}: nothing of {corpus.summary} is held out; give more data, or remove it")
         self._weights = {name: weight for name, (_, weight) in found.items()}
         self._batches: dict[str, Callable[[], Iterator[Batch]]] = {
             name: partial(evaluation_batches, sequences, max_batches=most, **slices)

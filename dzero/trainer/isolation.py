@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dzero.comm.collectives import gather_json
 from dzero.data.batch import IGNORED, Batch
+from dzero.models.hf import class_name
 from dzero.models.llama import Llama
 from dzero.trainer.build import BuiltModel
 
@@ -55,7 +56,7 @@ def check_isolation(built: BuiltModel, batch: Batch) -> None:
     # Where ranks share sequences, one of them may have all of the tokens that are compared.
     leaks = [each for each in gather_json([each.tolist() for each in losses], world) if each[0] != each[1]]
     if leaks:
-        name = type(getattr(model, "model", model)).__name__
+        name = class_name(model)
         first, second = (total / counted for total, counted in leaks[0])
         raise ValueError(
             f"data.pack=true: {name} does not keep packed conversations apart: the loss of one is {first:.6g} or "

@@ -40,7 +40,7 @@ from dzero.plan.run_layout import check_ranks
 from dzero.trainer.answers import answer, answers_of
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.checkpointing import Progress, RunCheckpoints
-from dzero.trainer.export import check_export, export
+from dzero.trainer.export import check_export, export, is_exported
 from dzero.trainer.held_out import Evaluation, HeldOut, HeldOutRecord
 from dzero.trainer.isolation import check_isolation
 from dzero.trainer.metrics import MetricsRecorder, SharedLoss
@@ -64,7 +64,7 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
         with user_errors():
             trainer = Trainer(config, folder, device)
         watch.follow(trainer.sharded.ledger.collective_log)
-        if trainer.done_steps >= trainer.config.train.steps:
+        if trainer.is_done:
             trainer.close()
         else:
             recorder = trainer.recorder
@@ -104,21 +104,44 @@ class Trainer:
         progress = Progress(self.schedule, self.stream, self.held_out)
         self.saves = RunCheckpoints(config, self.sharded, self.optim, progress, device, built.base)
         self.done_steps = self.saves.resume()
-        if self.done_steps < config.train.steps:
+        if not self.is_done:
             check_export(config, self.sharded.model, run_folder)
         self.recorder = MetricsRecorder(config, built, self.optim, memory, device, self.done_steps)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left when the run starts: all were made, or the run that it resumes ended by patience."""
+        return self.done_steps >= self.config.train.steps or self._out_of_patience
+
+    @property
+    def _out_of_patience(self) -> bool:
+        patience = self.config.train.patience
+        return patience is not None and self.held_out.worse >= patience
+
     def close(self) -> None:
-        """Report that no steps are left to train, as for a finished run that is started again; release everything."""
+        """Report that no step is left to train, as for a finished run that is started again; release everything.
+
+        The model is exported if the run asks for it, because the finished run may have died before its export. A folder
+        that exists is left as it is.
+        """
         self.sharded.forget_masters()
+        config, made = self.config, self.done_steps
+        why = f"train.steps={config.train.steps}"
+        if made < config.train.steps:
+            why = f"and no lower held-out loss came in train.patience={config.train.patience} evaluations"
+        lines = [*self.saves.notes, f"nothing is left to train: {made} steps were made, {why}"]
         with self.saves:
-            steps, made = self.config.train.steps, self.done_steps
+            if config.export.at_end and is_exported(config, self.run_folder):
+                lines.append(
+                    f"not exported again: {from_here(self.run_folder / config.export.folder)} is there already"
+                )
+            elif config.export.at_end:
+                lines += self._export(made)
         if self.rank == 0:
-            nothing = f"nothing is left to train: {made} steps were made, train.steps={steps}"
-            print(*self.saves.notes, nothing, sep="\n", flush=True)
+            print(*lines, sep="\n", flush=True)
 
     def run(self) -> RunSummary:
         """Train to the last step, evaluate on the way, and return the summary, which only differs in traffic by rank.
@@ -142,7 +165,7 @@ class Trainer:
                 due = step == steps or step % config.train.evaluate_every_steps == 0
                 if due and (step == steps or not shared.stop):
                     held_out = self._evaluate(step, monitor)
-                ends = config.train.patience is not None and self.held_out.worse >= config.train.patience
+                ends = self._out_of_patience
                 saved = self.saves.after(step, monitor, stop=shared.stop or ends)
                 if shared.stop and step < steps:
                     self._stop(step, monitor, stop, saved=saved)
@@ -155,15 +178,15 @@ class Trainer:
             self.optim.synchronize()  # raises errors of the last update
             summary = self.recorder.summarise(held_out)
             if config.export.at_end:
-                self._export(step, monitor)
+                for line in self._export(step):
+                    monitor.note(step, line)
             monitor.summary(summary)
         return summary
 
-    def _export(self, step: int, monitor: Monitor) -> None:
-        """Export the model of the last step, or that of the lowest held-out loss, whose states are loaded for it."""
-        if self.config.export.which == "best":
-            monitor.note(step, self.saves.load_best(step))
-        monitor.note(step, f"exported to {from_here(export(self.config, self.sharded, self.run_folder))}")
+    def _export(self, step: int) -> list[str]:
+        """Export the model of the last `step`, or load and export the best; return lines for the user."""
+        best = [self.saves.load_best(step)] if self.config.export.which == "best" else []
+        return [*best, f"exported to {from_here(export(self.config, self.sharded, self.run_folder))}"]
 
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
         """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""

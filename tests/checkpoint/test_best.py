@@ -69,8 +69,10 @@ def test_the_record_of_the_lowest_loss_goes_on_where_it_was_saved() -> None:
 
 def test_a_loss_that_is_not_finite_is_no_best_and_is_saved_as_none() -> None:
     record = HeldOutRecord()
+    record.add(0, float("nan"))
     record.add(1, float("nan"))
     assert not record.is_best(1)
+    assert record.worse == 1  # so that patience ends a run that only gives NaN
     assert record.state_dict()["loss"] is None
     record.add(2, 5.0)
     assert record.is_best(2)

@@ -111,7 +111,7 @@ def test_a_resume_continues_at_the_sample_on_any_ranks(before: int, after: int) 
 def test_a_state_of_other_weights_or_sources_is_refused() -> None:
     state = stream().state_dict()
     for changes, message in (
-        ({"weights": [0.5, 0.3, 0.2]}, "weights was"),
+        ({"weights": [0.5, 0.3, 0.2]}, "data.weights changed"),
         ({"sizes": {"a": 23, "b": 7}, "weights": [1.0, 1.0]}, "sources was 3 and is 2"),
         ({"sizes": {**SIZES, "b": 8}}, "windows was"),
     ):

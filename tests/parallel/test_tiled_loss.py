@@ -17,6 +17,7 @@ from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tiling import loss as tiling_loss
+from dzero.parallel.tiling.head_loss import sum_of_tiled_losses
 from dzero.parallel.tiling.loss import tile_loss
 
 
@@ -45,6 +46,24 @@ def test_bf16_logits_are_rounded_as_untiled_ones(tied: bool) -> None:
     for loss in losses:
         loss.backward()
     assert_close(grads_of(tiled), grads_of(plain), rtol=3e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 0.0025), (32, 0.008)])
+def test_the_bf16_gradient_of_a_head_is_rounded_once_for_each_tile_of_tokens(n: int, most: float) -> None:
+    """Against fp64; a sum in bf16 is off by about 2^-9 for each rounding, which add like random steps."""
+    torch.manual_seed(0)
+    features, weight = torch.randn(2048, 32).bfloat16(), (torch.randn(256, 32) * 0.05).bfloat16()
+    targets = torch.randint(256, (2048,))
+    mine = [each.clone().requires_grad_() for each in (features, weight)]
+    exact = [each.double().requires_grad_() for each in (features, weight)]
+    sum_of_tiled_losses(*mine, None, targets, n).backward()
+    F.cross_entropy(F.linear(*exact), targets, reduction="sum").backward()
+    of_features, of_weight = (
+        float((one.grad.double() - other.grad).norm() / other.grad.norm())  # type: ignore[union-attr]
+        for one, other in zip(mine, exact, strict=True)
+    )
+    assert of_features < 0.0025
+    assert of_weight < most
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -24,6 +24,7 @@ from dzero.models.hf import HFDecoder
 from dzero.models.llama import SwiGLU
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
+from dzero.parallel.tensor.plans import plan_for
 from dzero.parallel.tiling.loss import returns_logits_of, tile_loss
 from dzero.parallel.tiling.tile import fill_tiles, tile, tiles_of
 from dzero.zero.units import find_units
@@ -198,8 +199,11 @@ def test_mlps_of_transformers_are_tiled() -> None:
     torch.testing.assert_close(tiled(ids, ids), reference_loss(lambda tokens: plain(tokens).logits, ids, ids))
     config.logits_scaling = 8.0
     granite = transformers.GraniteForCausalLM(transformers.GraniteConfig(**config.to_dict()))
-    with pytest.raises(ValueError, match=r"loss_tiles=2: GraniteForCausalLM changes the logits of its head"):
-        apply_blocks(granite, BlockConfig(loss_tiles=2), "cpu")
+    for model in (granite, HFDecoder(granite)):
+        with pytest.raises(ValueError, match=r"loss_tiles=2: GraniteForCausalLM changes the logits of its head"):
+            apply_blocks(model, BlockConfig(loss_tiles=2), "cpu")
+    with pytest.raises(ValueError, match=r"tp=2: no plan is known for GraniteForCausalLM, .*; take tp=1, or"):
+        plan_for(HFDecoder(granite), 2, "tp")
 
 
 @pytest.mark.parametrize(("kind", "passes_on"), [("mixtral", True), ("granitemoe", False), ("mamba", True)])

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from dzero.models.hf import class_name
 from dzero.parallel.divisibility import Sizes
 from dzero.parallel.expert.styles import OwnTokens, Routing
 from dzero.parallel.tensor.conv1d import ColumnwiseConv1D, FusedColumnwiseConv1D, FusedInput, RowwiseConv1D
@@ -39,8 +40,8 @@ def plan_for(model: nn.Module, ranks: int, axis: str) -> tuple[dict[str, Paralle
             alike = [f"{prefix}.{name}".removeprefix(".") for name in ALIKE.get(type(module).__name__, ())]
             return {f"{prefix}.{name}".removeprefix("."): style for name, style in plan.items()}, alike
     raise ValueError(
-        f"{axis}={ranks}: no plan is known for {type(model).__name__}, only for {sorted(PLANS)}; give parallelize() a "
-        "plan of torch's, a ParallelStyle for each module by its name"
+        f"{axis}={ranks}: no plan is known for {class_name(model)}, only for {sorted(PLANS)}; take {axis}=1, or in "
+        "your own loop give parallelize() a plan of torch's, a ParallelStyle for each module by its name"
     )
 
 

@@ -28,6 +28,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from dzero.data.batch import IGNORED
+from dzero.models.hf import class_name
 from dzero.models.llama import Llama
 from dzero.parallel.forward_wrapping import Forward, wrap_method
 from dzero.parallel.loss import sum_of_losses
@@ -60,12 +61,12 @@ def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
     head = head_of(model)
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"loss_tiles={n}: {type(model).__name__} has no nn.Linear as its head to make its loss from; "
+            f"loss_tiles={n}: {class_name(model)} has no nn.Linear as its head to make its loss from; "
             "take block.loss_tiles=1"
         )
     if not returns_logits_of(model, head):
         raise ValueError(
-            f"block.loss_tiles={n}: {type(model).__name__} changes the logits of its head, as by a scale or a cap, "
+            f"block.loss_tiles={n}: {class_name(model)} changes the logits of its head, as by a scale or a cap, "
             "which tiles of the loss would leave out, or cannot be tried; take block.loss_tiles=1"
         )
     others = (m for m in model.modules() if m is not head)
