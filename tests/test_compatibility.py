@@ -149,7 +149,8 @@ def test_the_page_of_what_works_together_names_every_rule() -> None:
     page = "\n".join(support_matrix().support())
     assert all(f"| {rule.why} |" in page for rule in RULES)
     refused: Mapping[str, Mapping[str, Rule]] = support_matrix().refusals()
-    assert "LoRA" in refused["tensor"]
+    assert "QLoRA" in refused["tensor"]
+    assert "LoRA" not in refused["tensor"]
     assert "transformers" not in refused["context"]
     assert {"stage 0", "stage 1", "stage 2"} <= refused["parameters off device"].keys()
     assert "stage 3" not in refused["parameters off device"]
