@@ -243,7 +243,7 @@ FROZEN = (
         for key, value in (("precision.frozen", "nf4"), ("offload.frozen", "host"))
     ),
     idle("offload.frozen", "params.frozen=false", "", "", ""),
-    idle("precision.frozen", "params.quantized=false", "", "", ""),
+    idle("precision.frozen", "params.quantized=false", "", "precision.frozen=param", ""),
     Rule(
         "precision.frozen!=param adapter.use_dora=true",
         "the norms of rows would start from weights before they are quantized",

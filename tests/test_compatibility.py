@@ -150,6 +150,7 @@ def test_the_page_of_what_works_together_names_every_rule() -> None:
     assert all(f"| {rule.why} |" in page for rule in RULES)
     refused: Mapping[str, Mapping[str, Rule]] = support_matrix().refusals()
     assert "tiles" in refused["tensor"]
+    assert "QLoRA" in refused["tensor"]
     assert "LoRA" not in refused["tensor"]
     assert "transformers" not in refused["context"]
     assert {"stage 0", "stage 1", "stage 2"} <= refused["parameters off device"].keys()

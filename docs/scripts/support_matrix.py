@@ -36,6 +36,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "torch's SGD": {"optim.rule": "SGD", "optim.takes_whole": False},
     "transformers": {"model.kind": "hf"},
     "LoRA": {"adapter.kind": "lora", "model.kind": "hf", "model.weights": True},
+    "QLoRA": {"adapter.kind": "lora", "precision.frozen": "nf4", "model.kind": "hf", "model.weights": True},
 }
 """Settings of each feature of the matrix."""
 HIDDEN = tuple(key for key, phrase in FACTS.items() if not phrase)

@@ -174,8 +174,9 @@ def _trained_whole(model: nn.Module, part: nn.Module, ends: Sequence[str]) -> li
 
 
 def _described(config: AdapterConfig) -> str:
-    targets = "null" if config.target_modules is None else config.target_modules
-    return f"adapter.target_modules={targets}: peft finds no such modules"
+    if config.target_modules is None:
+        return "adapter.target_modules=null: peft chooses no modules of this type of model, so name some"
+    return f"adapter.target_modules={config.target_modules}: peft finds no such modules"
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -196,12 +197,16 @@ def _initializers(peft: Any, model: nn.Module, config: AdapterConfig) -> dict[nn
     for name, param in model.named_parameters(remove_duplicate=False):
         users.setdefault(param, []).append(name)
     found: dict[nn.Module, Initialise] = {}
-    for name, layer in lora_layers(model).items():
-        own: Any = layer.base_layer
+    layers: dict[str, Any] = lora_layers(model)
+    for name, layer in layers.items():
+        own = layer.base_layer
         if not isinstance(layer, known):
+            while hasattr(own, "base_layer"):  # peft wraps a module once for each of its parameters
+                own = own.base_layer
+            fitting = sorted({each.rpartition(".")[2] for each in layers if isinstance(layers[each], known)})
             raise ValueError(
-                f"adapter.target_modules: {name} is a {type(own).__name__}; only linear layers and embeddings get "
-                "adapters, so name others"
+                f"adapter.target_modules={config.target_modules}: {name} is a {type(own).__name__}; only linear layers "
+                f"and embeddings get adapters, so name others{(fitting and f', such as {fitting}') or ''}"
             )
         if config.use_dora and not isinstance(own, nn.Linear):
             raise ValueError(

@@ -161,6 +161,16 @@ def test_every_setting_says_where_it_was_made() -> None:
     assert auto["offload.overlap"] == "forward"
 
 
+def test_settings_of_adapters_say_which_file_made_them() -> None:
+    settings = ["--config-name=finetune", "adapter=qlora", "model.name_or_path=gpt2", "train.epochs=1"]
+    found = {row[0]: row[1:] for row in settings_table(composed(settings, CONF), settings, CONF).rows}
+    assert found["precision.frozen"] == ("nf4", "conf/adapter/qlora.yaml")
+    assert found["optim.lr"] == ("0.0002", "conf/adapter/qlora.yaml")
+    assert found["model.kind"] == ("hf", "conf/model/hf.yaml")
+    assert found["data.kind"] == ("chat", "conf/finetune.yaml")
+    assert found["train.epochs"] == ("1.0", "the command line")
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     {

@@ -355,6 +355,30 @@ def test_what_cannot_be_is_refused_in_one_line(model: Path, tmp_path: Path, sett
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (
+            None,
+            r"target_modules=null: peft chooses no modules of this type.*this model has \['k_proj', 'lm_head', 'o_p",
+        ),
+        (
+            "all-linear",
+            r"=all-linear: .*mlp\.\w+ is a Qwen3Moe\w+; .* such as \['k_proj', 'o_proj', 'q_proj', 'v_proj'\]",
+        ),
+    ],
+)
+def test_fused_experts_get_no_adapters(tmp_path: Path, targets: str | None, told: str) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_experts": 4, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.Qwen3MoeConfig(**sizes, **heads, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        add_adapters(
+            build(ModelConfig(kind="hf", name_or_path=str(tmp_path))),
+            AdapterConfig(kind="lora", target_modules=targets),
+        )
+
+
 def test_an_adapter_on_tied_weights_is_refused() -> None:
     config = ModelConfig(kind="hf", name_or_path="gpt2")
     with pytest.raises(ValueError, match=r"weight of model\.transformer\.wte is that of model\.lm_head\.weight too"):
