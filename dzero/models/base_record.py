@@ -55,4 +55,8 @@ def base_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if was["checksum"] != now["checksum"]:
         return "its weights have other values"
     before = was.get("frozen", "param")
-    return "" if before == now["frozen"] else f"precision.frozen was {before}, is {now['frozen']}"
+    if before != now["frozen"]:
+        return f"precision.frozen was {before}, is {now['frozen']}"
+    # What is quantized was rounded to the dtype of parameters before.
+    same = before == "param" or was.get("dtype") == now["dtype"]
+    return "" if same else f"with precision.frozen={before}, precision.param was {was.get('dtype')}, is {now['dtype']}"

@@ -116,10 +116,13 @@ def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareC
 
 
 def given_settings(config: RunConfig, given: Sequence[str]) -> set[str]:
-    """Return the searched settings that keep their values."""
+    """Return the searched settings that keep their values: those that are not defaults, or are on the command line.
+
+    A stage that a preset such as adapter=qlora sets is searched, since `zero=auto` asks for one.
+    """
     keys = {line.lstrip("+~").partition("=")[0] for line in given} - {"zero"}
     searched = next(space(1))
-    found = {key for key in searched if attrgetter(key)(config) != default_of(config, key)}
+    found = {key for key in searched if key != STAGE and attrgetter(key)(config) != default_of(config, key)}
     found |= {key for key in searched if any(key == each or key.startswith(f"{each}.") for each in keys)}
     found |= {f"{key}_fraction" for key in found if f"{key}_fraction" in searched}
     if config.train.accumulate is None:

@@ -90,9 +90,9 @@ def test_the_best_checkpoint_is_kept_and_exported_and_a_resumed_run_knows_it(
     settings += ["resume=auto", "export.at_end=false", "export.which=last"]
     again = pool.run(ran, 1, [*settings, "train.patience=6", "train.accumulate=2"], tmp_path)[0]
     assert again["before"] == found["after"]
-    if min(again["losses"]) >= min(losses):
-        assert saved(tmp_path)[0] == f"step_{best:08d}"
-        assert again["after"]["worse"] == min(6, 3 + len(again["losses"]))
+    assert min(again["losses"]) >= min(losses), "of these data, nothing better comes"
+    assert saved(tmp_path)[0] == f"step_{best:08d}"
+    assert again["after"]["worse"] == min(6, 3 + len(again["losses"]))
 
 
 @pytest.mark.parametrize(

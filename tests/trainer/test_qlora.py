@@ -114,5 +114,7 @@ def test_a_run_resumes_with_the_same_bits_and_not_beside_other_values(pool: Pool
     run(2, "halves")
     with pytest.raises(WorkerError, match=r"belong to another model .*: precision.frozen was nf4, is int8; take"):
         run(4, "halves", "resume=auto", "precision.frozen=int8")
+    with pytest.raises(WorkerError, match=r"with precision.frozen=nf4, precision.param was fp32, is bf16; take"):
+        run(4, "halves", "resume=auto", "precision.param=bf16")
     resumed = run(4, "halves", "resume=auto", "offload.frozen=host")
     assert all(torch.equal(value, resumed[name]) for name, value in whole_run.items())
