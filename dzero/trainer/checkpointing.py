@@ -144,7 +144,13 @@ class RunCheckpoints:
         saved, here = held_out_loss(manifest_at(path)), self._held_out.loss_at(step)
         stays = step_of(path.name) == step or (saved is not None and here is not None and here < saved)
         if not stays:
-            self._checkpoints.resume(str(path))
+            try:
+                self._checkpoints.resume(str(path))
+            except CheckpointError as error:
+                repair = (
+                    "start the run again with resume=auto export.which=last, which exports the model of its last step"
+                )
+                raise CheckpointError("", f"{error}; it is the best: {repair}") from error
         taken = step if stays else step_of(path.name)
         if taken != self._held_out.best_step:
             best = f"the model after step {self._held_out.best_step}, with a held-out loss of"

@@ -11,6 +11,7 @@ from pool import Pool
 from small_runs import CONF
 from test_finetune import CHATS, model, words  # noqa: F401  (a fixture)
 
+from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import export, plan
 from dzero.checkpoint.reader import Checkpoint
 from dzero.data.corpus import load
@@ -158,3 +159,21 @@ def test_where_the_best_was_not_saved_the_best_of_the_others_is_exported(
         f"NOT THE BEST: the model after step 4, with a held-out loss of 2.5, was not saved, so that {taken} is exported"
     )
     assert saves._checkpoints.resumed == ("" if last < 7.0 else "saved/step_00000002")  # type: ignore[union-attr]
+
+
+class Damaged(Saved):
+    """Checkpoints of which the best cannot be read."""
+
+    def resume(self, which: str) -> None:
+        raise CheckpointError(which, "bytes are missing")
+
+
+def test_a_best_that_is_damaged_is_reported_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "manifest_at", lambda _: None)
+    monkeypatch.setattr(checkpointing, "held_out_loss", lambda _: 7.0)
+    saves, record = RunCheckpoints.__new__(RunCheckpoints), HeldOutRecord()
+    for step, loss in ((2, 7.0), (4, 8.0)):
+        record.add(step, loss)
+    saves._checkpoints, saves._held_out = Damaged(), record  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="step_00000002: bytes are missing; it is the best: .* export.which=last"):
+        saves.load_best(4)
