@@ -175,5 +175,5 @@ def test_a_best_that_is_damaged_is_reported_with_the_way_out(monkeypatch: pytest
     for step, loss in ((2, 7.0), (4, 8.0)):
         record.add(step, loss)
     saves._checkpoints, saves._held_out = Damaged(), record  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match="step_00000002: bytes are missing; it is the best: .* export.which=last"):
+    with pytest.raises(CheckpointError, match=r"step_00000002: bytes are missing; it is the best: .*export.which=last"):
         saves.load_best(4)
