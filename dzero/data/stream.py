@@ -28,7 +28,7 @@ EMPTY = -1
 
 
 class SourceUse(NamedTuple):
-    """What a stream took of one source of a mixture.
+    """Use of one source of a mixture by a stream.
 
     Attributes:
         tokens: Number of targets that counted in a step, or in several.

@@ -272,7 +272,7 @@ class DzeroMixin:
 
 
 class _Skips:
-    """What accelerate asks of an optimizer: whether its last step was skipped, as with fp16 overflow."""
+    """Answer to accelerate, which asks an optimizer whether its last step was skipped, as after an fp16 overflow."""
 
     def __init__(self, optim: MasterOptimizer) -> None:
         self._optim = optim

@@ -46,7 +46,7 @@ NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
 
 @dataclass(frozen=True)
 class Progress:
-    """What of a run changes with its steps, besides model and optimizer."""
+    """State of a run that changes with its steps, besides model and optimizer."""
 
     schedule: LambdaLR
     stream: SequenceStream

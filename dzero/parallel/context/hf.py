@@ -44,7 +44,7 @@ def transformers_model(model: nn.Module) -> Any:
 
 
 class SplitForward:
-    """What the attentions of one forward share: the split, and the masks made so far, by the width of their window."""
+    """State that the attentions of one forward share: the split, and the masks so far, by the width of their window."""
 
     def __init__(self, attention: ContextAttention, ranks: int, positions: Tensor | None) -> None:
         self.calls = 0
