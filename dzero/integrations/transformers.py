@@ -231,7 +231,7 @@ class DzeroMixin:
                     folder.rmdir()
                 folder.parent.rmdir()
         if trainer.args.should_save:
-            if trainer.model.can_generate():
+            if isinstance(trainer.model, transformers.PreTrainedModel) and trainer.model.can_generate():
                 trainer.model.generation_config.save_pretrained(target)
             if (processing := trainer.processing_class) is not None:
                 processing.save_pretrained(target)

@@ -26,7 +26,8 @@ SETTINGS = {
 
 def run(folder: Path, *words: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    launch = [] if len(words) == 0 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    plain = words in ((), ("adapters",))
+    launch = [] if plain else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     line = [sys.executable, *launch, trainer_runs.__file__, str(folder), *words]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
@@ -61,3 +62,21 @@ def test_a_script_of_trainer_gives_the_same_numbers_at_every_stage(tmp_path: Pat
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
     for name, param in loaded.named_parameters():
         assert torch.equal(param, torch.tensor(runs[0]["params"][name]))
+
+
+@pytest.mark.full
+def test_adapters_of_peft_are_trained_and_written_as_by_trainer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    (plain,) = run(tmp_path / "plain", "adapters")
+    found, resumed = run(tmp_path / "dzero", json.dumps([{"stage": 3}]), "adapters")
+    for row, want in zip(found["logs"], plain["logs"], strict=True):
+        assert row == pytest.approx(want, rel=1e-6, abs=1e-12)
+    for name, want in plain["params"].items():
+        torch.testing.assert_close(torch.tensor(found["params"][name]), torch.tensor(want), rtol=0, atol=1e-6)
+    assert resumed["params"] == found["params"]
+    folder = tmp_path / "dzero" / "0"
+    assert not (folder / "generation_config.json").exists()
+    loaded = peft.PeftModel.from_pretrained(trainer_runs.model(), folder)
+    for name, param in loaded.named_parameters():
+        if ".lora_" in name:
+            assert torch.equal(param, torch.tensor(found["params"][name]))

@@ -3,6 +3,8 @@
     python trainer_runs.py OUT                          plain
     torchrun --nproc-per-node=2 trainer_runs.py OUT '[{"stage": 3}, ...]'   each of these settings in turn
 
+With a last word `adapters`, LoRA's matrices are trained alone.
+
 Logs, whole weights and the best checkpoint of each run are written to OUT/results.json.
 """
 
@@ -60,7 +62,12 @@ def model() -> Any:
         vocab_size=64,
         max_position_embeddings=64,
     )
-    return transformers.LlamaForCausalLM(config)
+    made = transformers.LlamaForCausalLM(config)
+    if sys.argv[-1] != "adapters":
+        return made
+    import peft
+
+    return peft.get_peft_model(made, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
 
 
 def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = None) -> dict[str, Any]:
@@ -114,11 +121,12 @@ def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = N
 
 def main() -> None:
     torch.set_num_threads(1)
-    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else [None]
-    if len(sys.argv) > 2:
+    given = [word for word in sys.argv[2:] if word != "adapters"]
+    out, runs = Path(sys.argv[1]), json.loads(given[0]) if given else [None]
+    if given:
         dist.init_process_group("gloo")
     found = [train(out / str(number), settings) for number, settings in enumerate(runs)]
-    if len(sys.argv) > 2:
+    if given:
         found.append(train(out / "resumed", runs[0], resume=out / "0" / f"checkpoint-{MIDDLE}"))
     if not dist.is_initialized() or dist.get_rank() == 0:
         (out / "results.json").write_text(json.dumps(found))
