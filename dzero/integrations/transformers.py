@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ from dzero.zero.sharded import Sharded
 
 transformers: Any = import_optional("transformers", "DzeroTrainer", "hf")
 
-ARGUMENTS = ("stage", "precision", "offload", "mesh")
-"""Arguments of `dzero.shard` that `dzero=` may hold."""
+ARGUMENTS = ("stage", "precision", "offload")
+"""Arguments of `dzero.shard` that `dzero=` may hold; no mesh, since every rank reads batches of its own."""
 STATES = "dzero"
 """Folder of model and optimizer states in a checkpoint of Trainer."""
 TORCH_KERNELS = ("fused", "foreach")
@@ -53,7 +53,7 @@ class DzeroMixin:
 
     Args:
         args, kwargs: Those of the trainer.
-        dzero: Arguments of `dzero.shard`: stage, precision, offload, mesh.
+        dzero: Arguments of `dzero.shard`: stage, precision, offload.
 
     Raises:
         TypeError: `dzero` has another argument.
@@ -83,6 +83,7 @@ class DzeroMixin:
             (trainer.optimizer is not None, "optimizers: made for the model before it was sharded; take args.optim"),
             (args.auto_find_batch_size, "auto_find_batch_size: the layout depends on the batch; choose one"),
             (args.torch_compile, "torch_compile: the model is compiled as a whole, around its shards; leave it away"),
+            (args.bf16_full_eval or args.fp16_full_eval, "full_eval: dtypes are those of dzero=; take its precision"),
             (
                 args.save_only_model and args.load_best_model_at_end,
                 "save_only_model and load_best_model_at_end: the best model is loaded from its states; save these too",
@@ -192,7 +193,10 @@ class DzeroMixin:
         return self._norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        """Return the tensor that the optimizer's step sets to the norm."""
+        """Return the tensor that the optimizer's step sets to the norm; without `grad_norm`, nothing is clipped."""
+        trainer: Any = self
+        if grad_norm is None:
+            trainer.optimizer.max_norm = None
         return self._norm
 
     def _tell_norm(self, optim: MasterOptimizer, *_: Any) -> None:
@@ -227,9 +231,7 @@ class DzeroMixin:
                     os.replace(each, target / each.name)
         finally:
             if trainer.args.should_save:
-                with suppress(FileNotFoundError):
-                    folder.rmdir()
-                folder.parent.rmdir()
+                shutil.rmtree(folder.parent)
         if trainer.args.should_save:
             if isinstance(trainer.model, transformers.PreTrainedModel) and trainer.model.can_generate():
                 trainer.model.generation_config.save_pretrained(target)

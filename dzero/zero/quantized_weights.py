@@ -11,7 +11,7 @@ that `Shard(0)` cuts the stored matrix as it cuts the values, and no value depen
 was decoded gives the same bytes.
 
 Levels, scales and products are rounded to the working dtype; all levels in 8 bits are exact in bf16. Decoding takes
-three operators per matrix, on any device.
+three operators per `ELEMS_AT_ONCE` elements, on any device.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ SETTINGS = {
     "stage 1": {"stage": 1},
     "stage 0": {"stage": 0},
     "host": {"stage": 3, "offload": "host"},
+    "recomputed": {"stage": 3, "args": {"gradient_checkpointing": True}},
 }
+ROUNDED = [{"stage": 3, "args": {"bf16": True}}, {"stage": 3, "args": {"fp16": True}}]
 
 
 def run(folder: Path, *words: str) -> list[dict[str, Any]]:
@@ -49,7 +52,7 @@ def test_a_script_of_trainer_gives_the_same_numbers_at_every_stage(tmp_path: Pat
             torch.testing.assert_close(torch.tensor(found["params"][name]), torch.tensor(want), rtol=0, atol=1e-6)
         assert Path(found["best"]).name == Path(plain["best"]).name
     # Stages 2 and 3 sum each microbatch over the ranks, stages 0 and 1 the microbatches on each rank first.
-    for alike in (("stage 3", "stage 2", "host"), ("stage 1", "stage 0")):
+    for alike in (("stage 3", "stage 2", "host", "recomputed"), ("stage 1", "stage 0")):
         first, *others = [found for name, found in zip(SETTINGS, runs, strict=True) if name in alike]
         for other in others:
             assert (other["logs"], other["params"]) == (first["logs"], first["params"]), "the same bits"
@@ -62,6 +65,31 @@ def test_a_script_of_trainer_gives_the_same_numbers_at_every_stage(tmp_path: Pat
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
     for name, param in loaded.named_parameters():
         assert torch.equal(param, torch.tensor(runs[0]["params"][name]))
+
+
+@pytest.mark.full
+def test_16_bits_are_those_of_the_layout(tmp_path: Path) -> None:
+    (plain,) = run(tmp_path / "plain")
+    for found in run(tmp_path / "dzero", json.dumps(ROUNDED)):
+        for row, want in zip(found["logs"], plain["logs"], strict=True):
+            assert row == pytest.approx(want, rel=2e-2, abs=1e-12)
+        assert found["params"] != plain["params"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"stages": 3}, "dzero={'stages': ...}: it takes ['stage', 'precision', 'offload']"),
+        ({"args": {"torch_compile": True}}, "DzeroTrainer with torch_compile: "),
+        ({"args": {"auto_find_batch_size": True}}, "DzeroTrainer with auto_find_batch_size: "),
+        ({"args": {"bf16_full_eval": True}}, "DzeroTrainer with full_eval: "),
+        ({"args": {"save_only_model": True}}, "DzeroTrainer with save_only_model and load_best_model_at_end: "),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(told)):
+        run(tmp_path / "refused", json.dumps([settings]))
 
 
 @pytest.mark.full

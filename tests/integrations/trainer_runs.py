@@ -5,6 +5,8 @@
 
 With a last word `adapters`, LoRA's matrices are trained alone.
 
+Arguments of Trainer for one run are under "args" of its settings.
+
 Logs, whole weights and the best checkpoint of each run are written to OUT/results.json.
 """
 
@@ -73,6 +75,8 @@ def model() -> Any:
 def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = None) -> dict[str, Any]:
     """Clipping bites, the schedule warms up, and the best model is loaded at the end."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    settings = None if settings is None else dict(settings)
+    more = settings.pop("args", {}) if settings else {}
     args = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -94,6 +98,7 @@ def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = N
         disable_tqdm=True,
         seed=3,
         data_seed=3,
+        **more,
     )
     given: dict[str, Any] = {
         "model": model(),
