@@ -73,11 +73,15 @@ def trained(rank: int, ranks: int, data: Path, folder: Path, *settings: str) -> 
         "train.evaluate_batches=0",
         *settings,
     )
-    trainer = Trainer(run, folder, torch.device("cpu"))
+    return stepped(Trainer(run, folder, torch.device("cpu")))
+
+
+def stepped(trainer: Trainer) -> dict[str, Any]:
+    """Losses, norms and whole parameters after `STEPS` steps over the masked sequences."""
     built = trainer.built
     trainer.stream = SequenceStream(
         Masked(),
-        microbatch_sequences=run.train.microbatch_sequences,
+        microbatch_sequences=trainer.config.train.microbatch_sequences,
         rank=built.reader,
         ranks=built.readers,
         seed=0,

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity_cells import whole
 from pool import Pool
 from small_runs import CONF, write_text
-from test_token_loss import SEQUENCES, STEPS, TOKENS, VOCAB, Masked, Silent
+from test_token_loss import SEQUENCES, STEPS, TOKENS, VOCAB, Masked, stepped
 from torch import Tensor, nn
 
 from dzero.data.batch import IGNORED
-from dzero.data.prefetch import BatchPrefetcher
-from dzero.data.stream import SequenceStream
 from dzero.overrides import composed
 from dzero.trainer.trainer import Trainer
 
@@ -120,20 +117,7 @@ def trained(rank: int, ranks: int, folder: Path, settings: list[str]) -> dict[st
         ],
         CONF,
     )
-    trainer = Trainer(run, folder, torch.device("cpu"))
-    slices = {"rank": trainer.built.reader, "ranks": trainer.built.readers}
-    trainer.stream = SequenceStream(
-        Masked(), microbatch_sequences=run.train.microbatch_sequences, seed=0, shuffle=False, **slices
-    )
-    trainer.batches = BatchPrefetcher(trainer.stream, torch.device("cpu"))
-    losses, norms = [], []
-    for step in range(1, STEPS + 1):
-        losses.append(trainer.step(step, Silent()).loss)
-        assert trainer.optim.last_decision is not None
-        norms.append(trainer.optim.last_decision.norm)
-    trainer.optim.synchronize()
-    params = {name: whole(param) for name, param in trainer.sharded.named_params().items()}
-    return {"losses": losses, "norms": norms, "params": params}
+    return stepped(Trainer(run, folder, torch.device("cpu")))
 
 
 @pytest.mark.product(keep=4)
