@@ -125,7 +125,9 @@ FOLDERS = ("adapters", "merged", "trained whole", "all parameters")
 def test_a_run_leaves_the_folder_that_one_process_leaves(
     pool: Pool, model: Path, tmp_path: Path, kind: str, way: str, what: str
 ) -> None:
-    kept = [each for each in line(kind, model, tmp_path, *RULES["SGD"]) if not each.startswith("export.")]
+    # A small step: at 0.5 the path itself multiplies differences of rounding.
+    settings = line(kind, model, tmp_path, "optim.rule=SGD", "optim.lr=0.05")
+    kept = [each for each in settings if not each.startswith("export.")]
     if what == "all parameters":
         kept = [each for each in kept if not each.startswith("adapter")]
     kept += ["export.merge=true"] if what == "merged" else []
@@ -142,7 +144,7 @@ def test_a_run_leaves_the_folder_that_one_process_leaves(
     want, found = load_file(one / file), load_file(two / file)
     assert want.keys() == found.keys()
     for name, value in want.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)  # after several large steps
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
     base = transformers.AutoModelForCausalLM.from_pretrained(model if alone else two)
     if alone:
         state = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, two))
