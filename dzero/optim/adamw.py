@@ -337,6 +337,15 @@ class AdamW(MasterOptimizer):
     def _of(self, unit: Unit) -> list[ParamState]:
         return [stored for param in unit.params.values() if (stored := self._stored.get(param)) is not None]
 
+    def device_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the masters and moments that are stored on the device."""
+        for stored in self._stored.values():
+            yield from stored.device_tensors()
+
+    def forget_addresses(self) -> None:
+        """Drop the tables of the states' addresses."""
+        self._updater.forget_tables()
+
     def state_bytes(self) -> dict[str, int]:
         """Return the device bytes of this rank's param, master, moments and frozen between steps."""
         totals = {"param": 0, "master": 0, "moments": 0, **params_device_bytes(self._sharded.named_params().values())}

@@ -93,6 +93,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         max_norm: float | None,
         scaler: ScalerConfig | None,
     ) -> None:
+        sharded.check_unparked()
         named = sharded.named_params()
         self._sharded, self.max_norm, self._is_made = sharded, max_norm, False
         super().__init__(trained(sharded) if params is None else params, defaults)
@@ -114,6 +115,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._hook_state_dicts()
         for unit in sharded.units:
             unit.watch(self)
+        sharded.holders.add(self)
         self._is_made = True
 
     @property  # type: ignore[override]
@@ -307,7 +309,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Raises:
             OffloadError: An update failed.
+            RuntimeError: States are parked (`Sharded.park`).
         """
+        self._sharded.check_unparked()
         self.offload.synchronize()
         for unit in self._sharded.units if self._sharded.layout.replica_shards > 1 else ():
             unit.wait_for_update()
@@ -339,7 +343,15 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def await_updates(self) -> None:
         """Wait for the updates of the last step; working copies that overlap=delayed holds back are not sent."""
+        self._sharded.check_unparked()
         self.offload.await_updates()
+
+    def device_tensors(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of all states that are stored on the device."""
+        raise NotImplementedError
+
+    def forget_addresses(self) -> None:
+        """Drop what depends on the addresses of the states, which are about to change."""
 
     def scalars(self) -> dict[str, Any]:
         """Return everything but tensors as JSON values, with parameters by name."""

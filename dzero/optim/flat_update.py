@@ -110,6 +110,10 @@ class AdamWUpdater:
         self._workers = Workers(threads, cores)
         self._tables: dict[tuple[object, ...], _Kept] = {}
 
+    def forget_tables(self) -> None:
+        """Drop all tables, before the states get other addresses."""
+        self._tables.clear()
+
     @torch.no_grad()
     def run(self, updates: Sequence[ParamUpdate]) -> None:
         """Apply all updates, and return when they are complete (on CUDA: enqueued on the current stream)."""

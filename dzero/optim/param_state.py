@@ -328,11 +328,18 @@ class ParamState:
         view = self.views.get(key)
         return local_of(self.tensors[key]).view(-1) if view is None else view
 
+    def device_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the local tensors of master and moments on the device."""
+        yield from (tensor for _, tensor in self._on_device())
+
     def device_bytes(self) -> dict[str, int]:
         """Return the bytes of the storages that master and moments have on the device, by kind."""
         kinds = {"master": 0, "moments": 0}
+        for key, tensor in self._on_device():
+            kinds["master" if key in ("master", "remainder") else "moments"] += tensor.untyped_storage().nbytes()
+        return kinds
+
+    def _on_device(self) -> Iterator[tuple[str, torch.Tensor]]:
         for key, tensor in self.tensors.items():
             if key != "step" and key not in self.off_device:
-                kind = "master" if key in ("master", "remainder") else "moments"
-                kinds[kind] += local_of(tensor).untyped_storage().nbytes()
-        return kinds
+                yield key, local_of(tensor)

@@ -35,7 +35,7 @@ def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
 def device_bytes(param: nn.Parameter) -> int:
     """Return the bytes of this rank's shard on the device, its whole storage; 0 for one off the device."""
     if (memory := memory_of(param)) is not None:
-        return memory.flat.nbytes if memory.is_on_device else 0
+        return memory.flat.untyped_storage().nbytes() if memory.is_on_device else 0
     return local_of(param).untyped_storage().nbytes()
 
 

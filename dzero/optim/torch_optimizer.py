@@ -270,16 +270,24 @@ class TorchOptimizer(MasterOptimizer):
         if self.offload.held_back(unit.shape.name):
             yield "param", read(held.local)
 
+    def device_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the masters, and the states of the wrapped class, that are stored on the device."""
+        for held in self._held.values():
+            if held.work is None:
+                yield from ([] if held.is_param else [held.master])
+                yield from self._class_states(held)
+
+    def _class_states(self, held: MasterParam) -> list[torch.Tensor]:
+        values = self.inner.state.get(held.master, {}).values()
+        return [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
+
     def state_bytes(self) -> dict[str, int]:
         """Return the device bytes of this rank's param, master, moments (states of the wrapped class) and frozen."""
         totals = {"param": 0, "master": 0, "moments": 0, **params_device_bytes(self._sharded.named_params().values())}
         for held in self._held.values():
             if held.work is None:
-                master = held.master
-                totals["master"] += 0 if held.is_param else master.untyped_storage().nbytes()
-                states = self.inner.state.get(master, {}).values()
-                tensors = [v for v in states if isinstance(v, torch.Tensor) and v.ndim]
-                totals["moments"] += sum(v.untyped_storage().nbytes() for v in tensors)
+                totals["master"] += 0 if held.is_param else held.master.untyped_storage().nbytes()
+                totals["moments"] += sum(value.untyped_storage().nbytes() for value in self._class_states(held))
         return totals
 
 

@@ -1,4 +1,4 @@
-"""Initial values on disk: offloaded parameters and fp32 origins, from `shard` until an optimizer takes them.
+"""Values on disk for a time: parameters and fp32 origins from `shard` until an optimizer takes them, and parked states.
 
 Each rank has one unnamed file. It is closed with the last tensor in it, and the kernel removes it when the process
 ends. All its space is reserved before the first tensor is written, and reads are verified as on the disk tier.
@@ -24,21 +24,21 @@ from dzero.zero.units import ParamSlot
 
 
 class InitSpillFile:
-    """Unnamed file of reserved size for initial values.
+    """Unnamed file of reserved size for values that are read back once.
 
     Args:
         path: Directory of the file.
         needed_bytes: Size to reserve.
+        what: What the values are, for messages.
 
     Raises:
         DiskError: If `path` is not a directory, or has too little space.
     """
 
-    def __init__(self, path: str, needed_bytes: int) -> None:
+    def __init__(self, path: str, needed_bytes: int, what: str = "first values") -> None:
         os.close(open_path(path))
-        self.path, self._end = os.path.abspath(path), 0
-        what = f"{format_bytes(needed_bytes)} of scratch space for first values, which states take over afterwards"
-        with reported_as_disk_error(self.path, what):
+        self.path, self.what, self._end = os.path.abspath(path), what, 0
+        with reported_as_disk_error(self.path, f"{format_bytes(needed_bytes)} of scratch space for {what}"):
             file = tempfile.TemporaryFile(dir=self.path)  # noqa: SIM115 (closed with this object)
             weakref.finalize(self, file.close)
             self.fd = file.fileno()
@@ -96,21 +96,21 @@ class SpilledTensor:
         found = torch.empty(self.shape, dtype=self.dtype)
         data = _bytes(found)
         done = 0
-        with reported_as_disk_error(self.room.path, f"reading the first values of {self.name}"):
+        with reported_as_disk_error(self.room.path, f"reading the {self.room.what} of {self.name}"):
             while done < len(data):
                 moved = os.preadv(self.room.fd, [data[done:]], self.offset + done)
                 if not moved:
                     raise OSError(errno.EIO, "the file was cut short")
                 done += moved
         if xxhash.xxh3_64_intdigest(data) != self.digest:
-            what = f"the first values of {self.name} are not what was written: the disk or its cable is failing"
+            what = f"the {self.room.what} of {self.name} are not what was written: the disk or its cable is failing"
             raise DiskError(errno.EBADMSG, self.room.path, what, piece=self.name, offset=self.offset, count=len(data))
         return found
 
     def put(self, flat: torch.Tensor) -> None:
         """Write the values, and keep their checksum in memory."""
         data, done = _bytes(flat.detach().cpu().contiguous()), 0
-        with reported_as_disk_error(self.room.path, f"writing the first values of {self.name}"):
+        with reported_as_disk_error(self.room.path, f"writing the {self.room.what} of {self.name}"):
             while done < len(data):
                 done += os.pwritev(self.room.fd, [data[done:]], self.offset + done)
         self.digest = xxhash.xxh3_64_intdigest(data)

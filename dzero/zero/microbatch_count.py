@@ -12,6 +12,11 @@ class MicrobatchCount:
         self._layout = layout
         self._made, self._ended = 0, False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether microbatches were counted since the last step."""
+        return self._made > 0
+
     def begin(self, is_last: bool) -> None:
         """Count a microbatch, and record whether it is the last of its step."""
         self._made, self._ended = self._made + 1, is_last

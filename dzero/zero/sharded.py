@@ -4,8 +4,9 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,8 +26,9 @@ from dzero.zero.fsdp_internals import (
 )
 from dzero.zero.layout import Layout
 from dzero.zero.microbatch_count import MicrobatchCount
+from dzero.zero.parking import WHERE, Parking, StateHolder
 from dzero.zero.registered_params import drop_waiting, follow_shards
-from dzero.zero.unit import Unit, as_fsdp, as_module
+from dzero.zero.unit import PARKED, Unit, as_fsdp, as_module
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import roots_of
 
@@ -52,6 +54,7 @@ class Sharded:
         stages: Pipeline stages on this rank, each a root of FSDP2; None without a pipeline.
         names: Names of the parameters of all pipeline stages.
         claims: Names of the parameters that each optimizer updates, by its claimant, for the optimizer's lifetime.
+        holders: Optimizers of the model, for their lifetime.
         is_last: Whether the current microbatch is the last of its step.
     """
 
@@ -72,7 +75,9 @@ class Sharded:
         self.names = tuple(name for name, _ in model.named_parameters()) if stages is None else stages.names
         self.context: ContextParallel | None = None
         self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
+        self.holders: WeakSet[StateHolder] = WeakSet()
         self.is_last = True
+        self._parking: Parking | None = None
         self._reductions = 0
         self._frozen = [(unit, each.name) for unit in units for each in unit.shape.params if not each.trainable]
         self._roots = [as_fsdp(root) for root in roots_of(model, stages)]
@@ -92,6 +97,7 @@ class Sharded:
             is_last: Whether the microbatch is the last of its step.
             pipeline_stage: Index of the pipeline stage on this rank. Only its backward must run in the context.
         """
+        self.check_unparked()
         self._microbatches[pipeline_stage].begin(is_last)
         self._set(is_last, self._roots[pipeline_stage])
         try:
@@ -141,9 +147,10 @@ class Sharded:
         """End the step's microbatches; called by the optimizer's step.
 
         Raises:
-            RuntimeError: If a backward raised, if a parameter is trained that was frozen in `shard`, or if
-                `MicrobatchCount.end` finds wrong microbatches.
+            RuntimeError: If states are parked, if a backward raised, if a parameter is trained that was frozen in
+                `shard`, or if `MicrobatchCount.end` finds wrong microbatches.
         """
+        self.check_unparked()
         for unit, name in self._frozen:
             if unit.params[name].requires_grad:
                 raise RuntimeError(
@@ -191,6 +198,68 @@ class Sharded:
         for unit in self.units:
             for module in unit.modules:
                 module.reshard()
+
+    def park(self, where: str = "host", path: str | None = None) -> int:
+        """Move all states off the device, between steps, until `unpark`; all ranks call this.
+
+            sharded.park()      # the device is free, for instance for an inference engine
+            sharded.unpark()    # training goes on, with the same bits
+
+        Parameters, masters and moments of all optimizers leave the device, and other processes can have its memory.
+        Until `unpark`, whatever would read them raises RuntimeError. States on the host or on disk stay there.
+
+        Args:
+            where: "host", in page-locked memory beside a GPU, or "disk", in an unnamed file.
+            path: Directory of the file; None for one of `OffloadConfig.disk.paths`, by default the current directory.
+
+        Returns:
+            Bytes that were freed on this rank's device.
+
+        Raises:
+            ValueError: `where` is neither, or a path is given for the host.
+            RuntimeError: States are parked already, or there are gradients of a step that has not ended.
+            MemoryError: The host has too little memory. Nothing has changed.
+            DiskError: The disk is too small or fails. Nothing has changed.
+        """
+        if where not in WHERE:
+            raise ValueError(f"park(where={where!r}): choose one of {[*WHERE]}")
+        if path is not None and where != "disk":
+            raise ValueError(f"park(path={path!r}) has no effect with where={where!r}: take where='disk', or remove it")
+        self.check_unparked()
+        if self._has_gradients():
+            raise RuntimeError("park() with gradients of a step that has not ended: call step() or zero_grad() first")
+        self.reshard()
+        paths, device = self.layout.offload.disk.paths, torch.device(self.mesh.device_type)
+        path = path or paths[dist.get_rank() % len(paths)]
+        self._parking = Parking(self.units, self.holders, device, where, path)
+        return self._parking.freed_bytes
+
+    def unpark(self) -> None:
+        """Bring all states back to the device after `park`; if that fails, they stay parked.
+
+        Raises:
+            RuntimeError: Nothing is parked.
+            MemoryError: The device has too little memory now.
+            DiskError: The file of parked states cannot be read.
+        """
+        if self._parking is None:
+            raise RuntimeError("unpark(): nothing is parked")
+        self._parking.restore()
+        self._parking = None
+
+    def check_unparked(self) -> None:
+        """Raise RuntimeError if the states are parked."""
+        if self._parking is not None:
+            raise RuntimeError(PARKED)
+
+    def _has_gradients(self) -> bool:
+        """Return whether a step has begun: with microbatches, or with gradients, reduced or not."""
+        begun = any(of_stage.has_begun for of_stage in self._microbatches)
+        return (
+            begun
+            or any(map(has_failed, self._roots))
+            or any(param.grad is not None for unit in self.units for param in unit.params.values())
+        )
 
     @property
     def shapes(self) -> list[UnitShape]:

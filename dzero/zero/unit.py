@@ -65,6 +65,9 @@ WITHOUT_OPTIMIZER = (
 )
 
 
+PARKED = "the model's states are parked, off the device: call sharded.unpark() first"
+
+
 class ParamCarrier(Protocol):
     """Loader of a unit's parameters from their storage to the device, which prefetches them if possible."""
 
@@ -102,6 +105,7 @@ class Unit:
         pending: Function that waits for the update in flight.
         is_edited: Whether parameters were written since the last update.
         is_stale: Whether parameters were written since they were gathered.
+        is_parked: Whether the unit's states are parked (parking.py), so that nothing can be read.
         reductions: Number of reductions so far.
         version: Number of steps and writes that changed parameters.
         offloaded: Parameters that are stored off the device, or quantized.
@@ -122,6 +126,7 @@ class Unit:
     pending: Callable[[], None] | None = None
     is_edited: bool = False
     is_stale: bool = False
+    is_parked: bool = False
     reductions: int = 0
     version: int = 0
     offloaded: dict[str, OffDeviceTensor] = field(default_factory=dict)
@@ -163,7 +168,13 @@ class Unit:
         return None if self.consumer is None else self.consumer()
 
     def wait_for_update(self) -> None:
-        """Wait for the update in flight; called when FSDP2 is about to read this unit's shards."""
+        """Wait for the update in flight; called when FSDP2 is about to read this unit's shards.
+
+        Raises:
+            RuntimeError: The unit is parked.
+        """
+        if self.is_parked:
+            raise RuntimeError(PARKED)
         wait, self.pending = self.pending, None
         if wait is not None:
             wait()
@@ -205,6 +216,8 @@ class Unit:
 
     def before_write(self) -> None:
         """Wait for updates in flight, before a write, and mark that masters must follow it."""
+        if self.is_parked:
+            raise RuntimeError(PARKED)
         self.is_stale = True
         self.version += 1
         if self.owner is not None and (owner := self.owner()) is not None:
