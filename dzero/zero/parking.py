@@ -85,12 +85,7 @@ class Parking:
             unit.await_update()
         self._saved = _at_offsets(_storages(units, holders, device))
         self.freed_bytes = sum(each.count for each in self._saved)
-        in_host = where == "host"
-        self._copies: Copies = HostCopies(self.freed_bytes, device) if in_host else DiskCopies(self.freed_bytes, path)
-        streams.synchronize_device(device)  # other streams may still write
-        for each in self._saved:
-            self._copies.save(each.offset, each.data())
-        streams.synchronize_device(device)  # the copies have ended
+        self._copies = self._save(where, path)
         for holder in holders:
             holder.forget_addresses()
         self._free(self._saved)
@@ -106,6 +101,15 @@ class Parking:
                 module.register_load_state_dict_pre_hook(_refuse),  # type: ignore[no-untyped-call]
             )
         ]
+
+    def _save(self, where: str, path: str) -> Copies:
+        """Return copies of all storages, which nothing on the device uses any more."""
+        copies: Copies
+        copies = HostCopies(self.freed_bytes, self._device) if where == "host" else DiskCopies(self.freed_bytes, path)
+        for each in self._saved:
+            copies.save(each.offset, each.data())
+        streams.synchronize_device(self._device)  # an error of the device is raised while all states are there
+        return copies
 
     def restore(self) -> None:
         """Bring all states back to the device; if that fails, all of them stay parked.
@@ -213,7 +217,7 @@ class HostCopies:
             raise MemoryError(f"{needed}; {format_bytes(available)} are available: {repair}")
         sizes = [min(CHUNK_BYTES, needed_bytes - at) for at in range(0, needed_bytes, CHUNK_BYTES)]
         try:
-            self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=streams.exist(device)) for size in sizes]
+            self._chunks = [streams.pin_memory(torch.empty(size, dtype=torch.uint8), device) for size in sizes]
         except RuntimeError as error:
             raise MemoryError(f"{needed}, which the system refuses: {repair}") from error
 

@@ -93,6 +93,12 @@ ORDERS_NOTHING = {
     "trainer/metrics.py MetricsRecorder.share: streams.record_event": (
         "the host reads the decision, later on the same stream, before what was shared"
     ),
+    "zero/parking.py Parking._save: streams.synchronize_device": (
+        "an error of the device is raised while all states are there; the stream that copies them reuses their memory"
+    ),
+    "zero/parking.py Parking.restore: streams.synchronize_device": (
+        "an error of the device is raised while all copies are there; other streams wait for this one before they read"
+    ),
     "trainer/metrics.py MetricsRecorder.share: streams.synchronize": "as the event that it waits for",
 }
 """Call: why its absence changes no order."""
@@ -114,6 +120,7 @@ UNSEEN = {
     "zero/offloaded_param.py OffDeviceShard.read: self.memory.await_update",
     "zero/offloaded_param.py _on_host: tensor.memory.await_update",
     "zero/offloaded_state_dicts.py hook_state_dicts: unit.await_update",
+    "zero/parking.py Parking.__init__: unit.await_update",
     "zero/unit.py Unit._hold: self.await_update",
     "zero/unit.py Unit.fetch: self.wait_for_update",
 }

@@ -33,6 +33,7 @@ from dzero.zero.offload_config import DiskConfig
 
 STEPS = 3
 HOST = {"grad": "host", "master": "host", "moments": "host"}
+HALF = {**HOST, "master_fraction": 0.5, "moments_fraction": 0.5}
 DISK = {"grad": "disk", "master": "disk", "moments": "disk"}
 
 
@@ -228,6 +229,13 @@ def evaluate(sharded: Any, optimizer: Any) -> None:
         sharded.model(torch.zeros(2, 8, dtype=torch.int64))
 
 
+def park(sharded: Any, optimizer: Any) -> None:
+    """Park all states, and let something else write to the memory that they had."""
+    sharded.park()
+    torch.zeros(1 << 16)
+    sharded.unpark()
+
+
 def scenarios() -> dict[str, Scenario]:
     """By name."""
     found: dict[str, Scenario] = {}
@@ -280,7 +288,7 @@ def scenarios() -> dict[str, Scenario]:
     add("moments on the host", net={"stage": 3}, offload={"moments": "host"})
     add("masters on the host", net={"stage": 3}, offload={"master": "host"})
     add("gradients on the host", net={"stage": 2, "microbatches": 2}, offload={"grad": "host"})
-    add("half of it on the host", net={"stage": 2}, offload={**HOST, "master_fraction": 0.5, "moments_fraction": 0.5})
+    add("half of it on the host", net={"stage": 2}, offload=HALF)
     add("disk", net={"stage": 3}, offload={**DISK, "param": "disk"})
     add("disk, backward", net={"stage": 3}, offload={**DISK, "overlap": "backward"})
     add("disk, M=2", net={"stage": 2, "microbatches": 2}, offload=DISK)
@@ -290,6 +298,8 @@ def scenarios() -> dict[str, Scenario]:
     add("parameters edited between steps", net={"stage": 2}, offload=HOST, between=edit_params)
     add("evaluation between steps", net={"stage": 3}, offload={**HOST, "param": "host"}, between=evaluate)
 
+    add("parked between steps", net={"stage": 3}, between=park)
+    add("parked between steps, half of it on the host", net={"stage": 2}, between=park, offload=HALF)
     add("gradients read before steps", net={"stage": 2}, offload=HOST, before=read_grads)
     for when in ("amid", "between"):
         by_hand: dict[str, Any] = {when: gather_by_hand}

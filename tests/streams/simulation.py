@@ -311,6 +311,7 @@ class Simulation:
             Stream = staticmethod(self.make_stream)
             Event = staticmethod(lambda blocking=False: SimulatedEvent(self))
             current_stream = staticmethod(lambda device=None: self.current)
+            empty_cache = staticmethod(lambda: None)
             stream = staticmethod(self.use)
             set_device = staticmethod(lambda device: None)
             current_device = staticmethod(lambda: 0)
