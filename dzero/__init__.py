@@ -10,7 +10,8 @@ Shard:         `shard`, `Sharded`, `ZeroConfig`, `PrecisionConfig`, `OffloadConf
 Cut a model:   `make_mesh`, `take_mesh`, `parallelize`, `ParallelConfig`, `ParallelModel`, `Pipeline`, `PipelinePlan`,
                `HiddenStates`, `BiasUpdate`, `tile`, `tile_loss`
 Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`
-Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`, `save_pretrained`
+Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`, `save_pretrained`,
+               `weights`
 Errors:        `RunError`, `CheckpointError`, `DiskError`, `OffloadError`
 
 Everything here is stable from 0.2 on: it changes with a note in CHANGELOG.md, and what is renamed keeps its old name,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dzero.checkpoint.dcp import DcpReader
     from dzero.checkpoint.errors import CheckpointError
     from dzero.checkpoint.save_pretrained import save_pretrained
+    from dzero.checkpoint.weights import weights
     from dzero.errors import RunError
     from dzero.mesh import make_mesh, take_mesh
     from dzero.models.published import describe
@@ -83,6 +85,7 @@ _MODULES = {
     "take_mesh": "dzero.mesh",
     "tile": "dzero.parallel.tiling.tile",
     "tile_loss": "dzero.parallel.tiling.loss",
+    "weights": "dzero.checkpoint.weights",
 }
 __all__ = [
     "AdamW",
@@ -117,6 +120,7 @@ __all__ = [
     "take_mesh",
     "tile",
     "tile_loss",
+    "weights",
 ]
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dzero.checkpoint.errors import CheckpointError
 from dzero.comm.collectives import gather_json
-from dzero.mesh import AXES, host_mesh
+from dzero.mesh import AXES
 from dzero.zero.sharded import Sharded
 
 
@@ -39,6 +39,5 @@ def on_first_rank(sharded: Sharded, work: Callable[[], None], rest: Callable[[],
 
 def groups_on_host(sharded: Sharded) -> Iterator[dist.ProcessGroup]:
     """Yield this rank's groups along all axes of the mesh, through which values in host memory can be gathered."""
-    ranks = host_mesh(sharded.mesh)
-    yield from (ranks.get_group(axis) for axis in AXES)
+    yield from (sharded.host_mesh.get_group(axis) for axis in AXES)
     yield from sharded.model_groups.values()

@@ -1,10 +1,11 @@
-"""Whole tensors of a sharded model on rank 0, gathered one by one, whichever axes of the mesh cut them.
+"""Whole tensors of a sharded model, gathered one by one, whichever axes of the mesh cut them.
 
     every rank   tells which boxes of which tensors it has (shard_boxes.py); of several equal ones, one rank sends
     senders      send their boxes of one tensor after the other, in an order that all ranks know
-    rank 0       puts them together in host memory, and holds those that are read together
+    receivers    put them together, and hold those that are read together
 
-Parts travel through host memory, because only rank 0 needs them, and writes them to disk.
+The receiver is rank 0, which writes the tensors to disk, so that parts travel through host memory; or all ranks, each
+on its device.
 """
 
 from __future__ import annotations
@@ -31,15 +32,22 @@ from dzero.zero.sharded import Sharded
 class WholeTensors:
     """Parameters and persistent buffers of a sharded model, by their names in the model as built. Collective.
 
+    Args:
+        sharded: The sharded model.
+        device: Device on which all ranks receive the tensors; None: rank 0 alone receives them, in host memory.
+
     Attributes:
         dtypes: Dtype of each tensor.
         trained: Names of the parameters that are trained.
+        ranks: Number of ranks that take part.
     """
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Sharded, device: torch.device | None = None) -> None:
+        self._device = device
         self._own: dict[str, list[torch.Tensor | ShardBox]] = {}
         mine = _described(sharded, self._own)
         every = _of_all_ranks(sharded, mine)
+        self.ranks = len(every)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.trained: list[str] = []
@@ -58,7 +66,7 @@ class WholeTensors:
         self._held: dict[str, torch.Tensor] = {}
 
     def readable(self) -> dict[str, Readable]:
-        """Return the tensors as they are read on rank 0, by name."""
+        """Return the tensors as a receiver reads them, by name."""
         return {name: _Whole(self, name, shape) for name, shape in self._shapes.items()}
 
     def expect(self, groups: Iterable[tuple[str, ...]]) -> None:
@@ -68,7 +76,9 @@ class WholeTensors:
         self._waiting = [name for name in self._together if self._elems(name)]
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor on the CPU, on rank 0; the first calls for each are in the order of gathers."""
+        """Return a tensor, on a receiver; the first calls for each are in the order of gathers."""
+        if not self._elems(name):
+            return torch.empty(self._shapes[name], dtype=self.dtypes[name], device=self._device)
         if name not in self._held:
             group = self._together[name]
             self._held = {each: tensor for each, tensor in self._held.items() if each in group}
@@ -88,8 +98,12 @@ class WholeTensors:
 
     @torch.no_grad()
     def _gather(self) -> torch.Tensor:
-        """Send this rank's part of the next tensor, or on rank 0 put it together."""
-        name, rank = self._waiting.pop(0), dist.get_rank()
+        """Send this rank's part of the next tensor, and on a receiver put it together."""
+        name = self._waiting.pop(0)
+        return self._to_first(name) if self._device is None else self._to_all(name, self._device)
+
+    def _to_first(self, name: str) -> torch.Tensor:
+        rank = dist.get_rank()
         whole = torch.empty(self._shapes[name] if rank == 0 else 0, dtype=self.dtypes[name])
         for sender, boxes in self._senders[name]:
             if rank not in (0, sender):
@@ -100,19 +114,49 @@ class WholeTensors:
                 data = flat.view(torch.uint8)
                 dist.recv(data, sender) if rank == 0 else dist.send(data, 0)
             if rank == 0:
-                for box, values in zip(boxes, torch.split(flat, [box.elems for box in boxes]), strict=True):
-                    whole[box.slices(Box.whole(tuple(whole.shape)))] = values.view(box.size)
+                for cut, values in zip(_cuts(whole, boxes), _split(flat, boxes), strict=True):
+                    cut.copy_(values)
+        return whole
+
+    def _to_all(self, name: str, device: torch.device) -> torch.Tensor:
+        whole = torch.empty(self._shapes[name], dtype=self.dtypes[name], device=device)
+        for sender, boxes in self._senders[name]:
+            cuts = _cuts(whole, boxes)
+            is_one = len(cuts) == 1 and cuts[0].is_contiguous()  # as rows are: they arrive where they belong
+            flat = cuts[0].view(-1) if is_one else whole.new_empty(sum(box.elems for box in boxes))
+            if sender == dist.get_rank():
+                for values, part in zip(_split(flat, boxes), self._parts(name), strict=True):
+                    values.copy_(part.view(values.shape))
+            dist.broadcast(flat.view(torch.uint8), sender)
+            if not is_one:
+                for cut, values in zip(cuts, _split(flat, boxes), strict=True):
+                    cut.copy_(values)
         return whole
 
     def _part(self, name: str) -> torch.Tensor:
         """Return the boxes of a tensor that this rank sends, flat and one after the other, on the CPU."""
+        return torch.cat([part.detach().cpu() for part in self._parts(name)]).contiguous()
+
+    def _parts(self, name: str) -> list[torch.Tensor]:
+        """Return the boxes of a tensor that this rank sends, each flat, where they are stored."""
         parts: list[torch.Tensor] = []
         for each in self._own[name]:
             if isinstance(each, ShardBox):
                 parts += each.apart(read(local_of(each.param)).reshape(-1))
             else:
                 parts.append(each.reshape(-1))
-        return torch.cat([part.detach().cpu() for part in parts]).contiguous()
+        return parts
+
+
+def _cuts(whole: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    """Return views of the boxes in a tensor."""
+    return [whole[box.slices(Box.whole(tuple(whole.shape)))] for box in boxes]
+
+
+def _split(flat: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    """Return the values of the boxes, which lie in `flat` one after the other, in their shapes."""
+    pieces = torch.split(flat, [box.elems for box in boxes])
+    return [piece.view(box.size) for box, piece in zip(boxes, pieces, strict=True)]
 
 
 @dataclass(frozen=True)

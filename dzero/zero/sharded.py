@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.comm.ledger import Ledger
+from dzero.mesh import host_mesh
 from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.streams import Loans
@@ -260,6 +261,11 @@ class Sharded:
             or any(map(has_failed, self._roots))
             or any(param.grad is not None for unit in self.units for param in unit.params.values())
         )
+
+    @cached_property
+    def host_mesh(self) -> DeviceMesh:
+        """Mesh of the data-parallel ranks for tensors in host memory; the first use is collective."""
+        return host_mesh(self.mesh)
 
     @property
     def shapes(self) -> list[UnitShape]:

@@ -24,9 +24,9 @@ KINDS: dict[str, dict[str, Any]] = {
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(kind: str, **changes: int) -> nn.Module:
     torch.manual_seed(0)
-    sizes = KINDS[kind] if kind == "gpt2" else {**SIZES, **KINDS[kind]}
+    sizes = KINDS[kind] if kind == "gpt2" else {**SIZES, **KINDS[kind], **changes}
     config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **sizes)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model

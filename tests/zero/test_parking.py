@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import small_decoders
 import torch
+from live_tensors import live_bytes
 from pool import Pool
 from torch import Tensor
 from training_loops import backward, sharded_net, snapshot, train, unequal
@@ -33,13 +34,6 @@ STORED: list[dict[str, Any]] = [
 TIERS = {"grad": "host", "master": "host", "moments": "host"}
 ALL_AWAY = TIERS | {"param": "host"}
 PARTLY = TIERS | {"overlap": "delayed", "delay_warmup_steps": 1, "master_fraction": 0.5}
-
-
-def live_bytes() -> int:
-    """Bytes of the storages of all tensors that the process has, by address."""
-    gc.collect()
-    held = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
-    return sum({s.data_ptr(): s.nbytes() for s in (each.untyped_storage() for each in held)}.values())
 
 
 def made(folder: str, *, net: str = "uneven", rule: str = "adamw", **kwargs: Any) -> tuple[Sharded, MasterOptimizer]:
@@ -164,6 +158,7 @@ def memory(rank: int, ranks: int, folder: str) -> tuple[int, int, int, int]:
     train(sharded, optim, "uneven", steps=1)
     sharded.park("disk", folder)
     sharded.unpark()
+    gc.collect()
     before = live_bytes()
     freed = sharded.park("disk", folder)
     parked = live_bytes()

@@ -1,0 +1,244 @@
+"""`dzero.weights`: whole tensors on every rank, those of `save_pretrained`, with no effect on training."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from live_tensors import live_bytes
+from pool import Pool
+from small_mixtures import mixture
+from test_save_pretrained import VOCAB, model_of, tokens
+from torch import Tensor, nn
+from training_loops import snapshot, unequal
+
+import dzero
+from dzero.models.config import LlamaShape
+from dzero.models.llama import Llama
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+HOST = {"grad": "host", "master": "host", "moments": "host"}
+
+
+def adapted(**sizes: int) -> nn.Module:
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model: nn.Module = peft.get_peft_model(model_of("llama", **sizes), settings)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(param)
+    return model
+
+
+def own(ranks: int, **degrees: int) -> Any:
+    """The project's llama, cut along tp or pp."""
+    shape = LlamaShape(vocab_size=VOCAB + 3, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Llama(shape)
+    return dzero.parallelize(model, dzero.make_mesh("cpu", **degrees)) if degrees else model
+
+
+MODELS: dict[str, Callable[[int], Any]] = {
+    "llama": lambda ranks: model_of("llama"),
+    "gpt2, tied": lambda ranks: model_of("gpt2"),
+    "mixtral": lambda ranks: mixture("mixtral"),
+    "adapters": lambda ranks: adapted(),
+    "adapters, wide": lambda ranks: adapted(hidden_size=64),
+    "own": own,
+    "own, tp": lambda ranks: own(ranks, tp=2),
+    "own, pp": lambda ranks: own(ranks, pp=2),
+    "own, tp, dp": lambda ranks: own(ranks, tp=2, shard=2),
+}
+
+
+def files_in(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in safetensors_torch.load_file(file).items()
+    }
+
+
+def got(rank: int, ranks: int, model: str, folder: Path, merge: bool, how: dict[str, Any]) -> dict[str, Tensor]:
+    """Return what every rank is given, after rank 0 has seen the same in files."""
+    torch.manual_seed(0)
+    how = dict(how)
+    if (offload := how.pop("offload", None)) is not None:
+        disk = {"disk": dzero.DiskConfig(paths=[str(folder.parent)])} if "disk" in offload.values() else {}
+        how["offload"] = dzero.OffloadConfig(**offload, **disk)
+    sharded = dzero.shard(MODELS[model](ranks), **how)
+    found = dict(dzero.weights(sharded, merge=merge))
+    dzero.save_pretrained(sharded, folder, merge=merge and "adapters" in model, shard_bytes=20_000)
+    dist.barrier()
+    want = files_in(folder)
+    assert unequal(want, found) == []
+    assert all(value.is_contiguous() and not value.requires_grad for value in found.values())
+    storages = [value.untyped_storage().data_ptr() for value in found.values() if value.numel()]
+    assert len({*storages}) == len(storages) or "mix" in model
+    return found
+
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 2, {"stage": 0, "precision": "fp32"}),
+    ("llama", 2, {"stage": 2, "precision": "bf16"}),
+    ("llama", 2, {"stage": 3, "precision": "bf16", "offload": HOST | {"param": "host"}}),
+    ("gpt2, tied", 2, {"stage": 3, "precision": "fp32", "offload": dict.fromkeys(HOST | {"param": ""}, "disk")}),
+    ("mixtral", 2, {"stage": 3, "precision": "bf16"}),
+    ("adapters", 2, {"stage": 3, "precision": "bf16"}),
+    ("adapters, wide", 2, {"stage": 2, "precision": dzero.PrecisionConfig(frozen="int8")}),
+    ("own", 2, {"stage": 3}),
+    ("own, tp", 2, {"stage": 0}),
+    ("own, pp", 2, {"stage": 1}),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "how"), CASES, ids=lambda value: str(value))
+def test_every_rank_gets_what_save_pretrained_writes(
+    pool: Pool, tmp_path: Path, model: str, ranks: int, how: dict[str, Any]
+) -> None:
+    first, *others = pool.run(got, ranks, model, tmp_path / "out", True, how)
+    assert all(unequal(first, other) == [] for other in others)
+
+
+@pytest.mark.full
+def test_models_cut_along_two_axes_are_whole_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    first, *others = pool.run(got, 4, "own, tp, dp", tmp_path / "out", True, {"stage": 3})
+    assert all(unequal(first, other) == [] for other in others)
+
+
+def test_without_merging_the_adapter_alone_is_given(pool: Pool, tmp_path: Path) -> None:
+    first, other = pool.run(got, 2, "adapters", tmp_path / "out", False, {"stage": 3})
+    assert unequal(first, other) == []
+    assert all(".lora_" in name for name in first)
+
+
+def trains(rank: int, ranks: int, folder: str, cells: list[dict[str, Any]]) -> list[list[str]]:
+    """What differs, after three steps, if weights are taken and spoilt before each, some or all of them."""
+    found = []
+    for cell in cells:
+        ends = []
+        for takes in (False, True):
+            tiers = dict(cell.get("offload", {}))
+            disk = {"disk": dzero.DiskConfig(paths=[folder])} if "disk" in tiers.values() else {}
+            sharded = dzero.shard(
+                model_of("gpt2"),
+                stage=cell["stage"],
+                precision=cell["precision"],
+                offload=dzero.OffloadConfig(**tiers, **disk),
+            )
+            optim = dzero.AdamW(sharded, lr=1e-2)
+            seen: list[dict[str, Tensor]] = []
+            for step in range(3):
+                sharded.model(tokens() + rank, labels=tokens()).loss.backward()
+                optim.step()
+                optim.synchronize()  # also sends what overlap=delayed holds back, as weights() does
+                if takes:
+                    each = dzero.weights(sharded)
+                    seen.append({name: tensor.clone() for name, tensor in each})
+                    for index, (_, tensor) in enumerate(dzero.weights(sharded)):
+                        tensor.fill_(7.0)
+                        if index == 2 + step:
+                            break
+            if takes:
+                assert all(unequal(a, b) != [] for a, b in pairwise(seen))
+                folder_of_all = Path(folder) / f"saved_{len(found)}"
+                dzero.save_pretrained(sharded, folder_of_all)
+                dist.barrier()
+                assert unequal(files_in(folder_of_all), seen[-1]) == []
+            ends.append(snapshot(sharded, optim))
+        found.append(unequal(*ends))
+    return found
+
+
+def test_training_goes_on_with_the_same_bits_whatever_is_done_to_the_tensors(pool: Pool, tmp_path: Path) -> None:
+    cells: list[dict[str, Any]] = [
+        {"stage": 0, "precision": "bf16"},
+        {"stage": 1, "precision": "fp32"},
+        {"stage": 2, "precision": "bf16", "offload": HOST},
+        {"stage": 3, "precision": "bf16", "offload": HOST | {"overlap": "delayed", "delay_warmup_steps": 1}},
+        {"stage": 3, "precision": "bf16", "offload": dict.fromkeys(HOST | {"param": ""}, "disk")},
+    ]
+    assert pool.run(trains, 2, str(tmp_path), cells) == [[[]] * len(cells)] * 2
+
+
+def peak(rank: int, ranks: int, kind: str) -> tuple[int, int, int]:
+    """The most bytes of tensors that an iteration adds, at any transfer, and those of the largest tensor and unit."""
+    sharded = dzero.shard(MODELS[kind](ranks), stage=3, precision="fp32")
+    each = dzero.weights(sharded)
+    gc.collect()
+    before, held, largest = live_bytes(), [], 0
+    broadcast = dist.broadcast
+
+    def measured(*args: Any) -> None:
+        held.append(live_bytes() - before)
+        broadcast(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", measured)
+        for _, tensor in each:
+            largest = max(largest, tensor.nbytes)
+    units = [sum(param.elems for param in unit.params) * 4 for unit in sharded.shapes]
+    assert live_bytes() - before <= tensor.nbytes  # the last one, which this loop still has
+    return max(held), largest, max(units)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_memory_is_bounded_by_a_unit(pool: Pool, kind: str) -> None:
+    for used, largest, unit in pool.run(peak, 2, kind):
+        assert largest <= used <= unit
+
+
+def refusals(rank: int, ranks: int, folder: str) -> list[str]:
+    sharded = dzero.shard(model_of("llama"), stage=3)
+    optim = dzero.AdamW(sharded)
+    told = []
+    each = dzero.weights(sharded)
+    next(each)
+    sharded.model(tokens(), labels=tokens()).loss.backward()
+    optim.step()
+    with pytest.raises(RuntimeError) as changed:
+        next(each)
+    told.append(str(changed.value))
+    sharded.park()
+    for call in (lambda: dzero.weights(sharded), lambda: dzero.save_pretrained(sharded, f"{folder}/saved")):
+        with pytest.raises(RuntimeError) as parked:
+            call()
+        told.append(str(parked.value))
+    sharded.unpark()
+    model = adapted()
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(ValueError, match="init_lora_weights") as unsaved:
+        dzero.weights(dzero.shard(model))
+    told.append(str(unsaved.value))
+    return told
+
+
+def test_what_cannot_be_right_is_refused(pool: Pool, tmp_path: Path) -> None:
+    for changed, *parked, unsaved in pool.run(refusals, 2, str(tmp_path)):
+        assert changed.startswith("weights changed since weights() was called")
+        assert all("call sharded.unpark() first" in told for told in parked)
+        assert "init_lora_weights='pissa' changed the model's own weights" in unsaved
+    assert [*tmp_path.iterdir()] == []
+
+
+def plain(rank: int, ranks: int) -> list[str]:
+    """What differs from the whole parameters of a model that is nobody's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    return unequal(want, dict(dzero.weights(dzero.shard(model, stage=3, precision="fp32"))))
+
+
+def test_a_model_of_ones_own_has_its_own_names(pool: Pool) -> None:
+    assert pool.run(plain, 2) == [[], []]
