@@ -18,7 +18,7 @@ from parity_cells import master_of, whole
 from pool_worker import forget_meshes
 from torch import nn
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard, weights
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim import adamw_math, flat_update
@@ -306,3 +306,47 @@ def test_overflow_skips_and_names_the_parameter() -> None:
     assert not optim.last_decision.finite
     assert optim.last_decision.nonfinite_params
     assert all(torch.equal(before[name], whole(p)) for name, p in sharded.named_params().items())
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_parked_states_leave_the_gpu_and_training_goes_on(tmp_path: Path, where: str, moments: str) -> None:
+    precision = PrecisionConfig(param="bf16", moments=moments)
+    batches = small_decoders.batches("even", steps=4, ranks=1, microbatches=1)
+
+    def run(*, parks: bool) -> dict[str, torch.Tensor]:
+        sharded = shard(small_decoders.build("even"), ZeroConfig(stage=3), precision=precision)
+        optim = AdamW(sharded, lr=3e-3)
+        for of_step in batches:
+            small_decoders.loss_fn(sharded.model, of_step[0][0].cuda()).backward()
+            optim.step()
+            if parks:
+                sharded.park(where, str(tmp_path) if where == "disk" else None)  # drops tables of addresses too
+                sharded.unpark()
+                rest = sum(optim.state_bytes().values())
+                before, allocated = requested_bytes(), torch.cuda.memory_allocated()
+                freed = sharded.park(where, str(tmp_path) if where == "disk" else None)
+                assert freed == rest == before - requested_bytes()
+                assert allocated - torch.cuda.memory_allocated() >= freed
+                assert sum(optim.state_bytes().values()) == 0
+                sharded.unpark()
+                assert requested_bytes() == before
+        return {name: whole(master_of(p, optim.state[p])).cpu() for name, p in sharded.named_params().items()}
+
+    want, got = run(parks=False), run(parks=True)
+    assert [name for name in want if not torch.equal(want[name], got[name])] == []
+
+
+def test_weights_come_on_the_gpu_in_the_dtype_of_training() -> None:
+    sharded = shard(small_decoders.build("even"), ZeroConfig(stage=3), precision="bf16")
+    want = {name: whole(param) for name, param in sharded.named_params().items()}
+    got = dict(weights(sharded))
+    assert got.keys() == want.keys()
+    assert all(got[name].is_cuda and torch.equal(got[name], want[name]) for name in want)
+
+
+def requested_bytes() -> int:
+    """Bytes of all tensors on the device, as they were asked for."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
