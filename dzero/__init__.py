@@ -10,8 +10,7 @@ Shard:         `shard`, `Sharded`, `ZeroConfig`, `PrecisionConfig`, `OffloadConf
 Cut a model:   `make_mesh`, `take_mesh`, `parallelize`, `ParallelConfig`, `ParallelModel`, `Pipeline`, `PipelinePlan`,
                `HiddenStates`, `BiasUpdate`, `tile`, `tile_loss`
 Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`
-Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`, `save_pretrained`,
-               `weights`
+Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`, `save_pretrained`, `weights`
 Errors:        `RunError`, `CheckpointError`, `DiskError`, `OffloadError`
 
 Everything here is stable from 0.2 on: it changes with a note in CHANGELOG.md, and what is renamed keeps its old name,

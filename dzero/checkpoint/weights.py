@@ -24,11 +24,12 @@ def weights(sharded: Sharded, *, merge: bool = True) -> Iterator[tuple[str, Tens
             engine.load_weights([(name, tensor)])
 
     Names, values and dtypes are those of the files that `save_pretrained` writes: as transformers publishes the model,
-    with tied weights once, and with the values after the last step: offloaded updates end first, as by
-    `optim.synchronize()`. A model that transformers does not know has
-    the names that it was built with. Every rank gets every tensor, on the device of the mesh. Tensors are copies,
-    gathered when they are asked for: a rank holds one at a time, or those that are made of each other, such as the
-    experts of a layer, beside what the caller keeps.
+    with tied weights once, and with the values after the last step. Offloaded updates end first, as by
+    `optim.synchronize()`. A model that transformers does not know has the names that it was built with.
+
+    Every rank gets every tensor, on the device of the mesh. Tensors are copies, gathered when they are asked for: a
+    rank holds one at a time, or those that are made of each other, such as the experts of a layer, beside what the
+    caller keeps.
 
     All ranks call this and iterate alike, also where one of them alone uses the tensors: each step of the iterator is
     collective. An iterator may be left early, on all ranks after the same tensor.
@@ -43,7 +44,7 @@ def weights(sharded: Sharded, *, merge: bool = True) -> Iterator[tuple[str, Tens
 
     Raises:
         ValueError: If adapters cannot be merged or saved, or some ranks of the process group are not in the mesh.
-        RuntimeError: If states are parked (`Sharded.park`). By the iterator: if weights changed since it was made.
+        RuntimeError: If states are parked (`Sharded.park`), also by the iterator, or if weights changed meanwhile.
     """
     sharded.check_unparked()
     adapted = has_adapters(sharded.model)
@@ -69,6 +70,7 @@ def _gathered(sharded: Sharded, source: Mapping[str, Readable]) -> Iterator[tupl
     uses = Counter(name for each in source.values() for name in each.stored)
     begun = _version(sharded)
     for name, each in source.items():
+        sharded.check_unparked()
         if _version(sharded) != begun:
             raise RuntimeError("weights changed since weights() was called: finish an iteration before the next step")
         is_shared = any(uses[stored] > 1 for stored in each.stored)

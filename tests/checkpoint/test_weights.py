@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from training_loops import snapshot, unequal
 
 import dzero
-from dzero.models.config import LlamaShape
+from dzero.models.config import LlamaShape, MoEShape
 from dzero.models.llama import Llama
+from dzero.models.moe import MoE
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -49,6 +50,17 @@ def own(ranks: int, **degrees: int) -> Any:
     return dzero.parallelize(model, dzero.make_mesh("cpu", **degrees)) if degrees else model
 
 
+def own_mixture(ranks: int) -> Any:
+    """The project's Mixtral, whose experts the ranks share."""
+    shape = MoEShape(
+        vocab_size=VOCAB, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48, experts=4, top_k=2, balance="none"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MoE(shape)
+    return dzero.parallelize(model, dzero.make_mesh("cpu"), dzero.ParallelConfig(ep=ranks))
+
+
 MODELS: dict[str, Callable[[int], Any]] = {
     "llama": lambda ranks: model_of("llama"),
     "gpt2, tied": lambda ranks: model_of("gpt2"),
@@ -56,6 +68,7 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "adapters": lambda ranks: adapted(),
     "adapters, wide": lambda ranks: adapted(hidden_size=64),
     "own": own,
+    "own mixture, ep": own_mixture,
     "own, tp": lambda ranks: own(ranks, tp=2),
     "own, pp": lambda ranks: own(ranks, pp=2),
     "own, tp, dp": lambda ranks: own(ranks, tp=2, shard=2),
@@ -98,6 +111,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("adapters", 2, {"stage": 3, "precision": "bf16"}),
     ("adapters, wide", 2, {"stage": 2, "precision": dzero.PrecisionConfig(frozen="int8")}),
     ("own", 2, {"stage": 3}),
+    ("own mixture, ep", 2, {"stage": 3}),
     ("own, tp", 2, {"stage": 0}),
     ("own, pp", 2, {"stage": 1}),
 ]
@@ -189,6 +203,7 @@ def peak(rank: int, ranks: int, kind: str) -> tuple[int, int, int]:
         for _, tensor in each:
             largest = max(largest, tensor.nbytes)
     units = [sum(param.elems for param in unit.params) * 4 for unit in sharded.shapes]
+    gc.collect()
     assert live_bytes() - before <= tensor.nbytes  # the last one, which this loop still has
     return max(held), largest, max(units)
 
@@ -210,7 +225,12 @@ def refusals(rank: int, ranks: int, folder: str) -> list[str]:
     with pytest.raises(RuntimeError) as changed:
         next(each)
     told.append(str(changed.value))
+    each = dzero.weights(sharded)
+    next(each)
     sharded.park()
+    with pytest.raises(RuntimeError) as amid:
+        next(each)
+    told.append(str(amid.value))
     for call in (lambda: dzero.weights(sharded), lambda: dzero.save_pretrained(sharded, f"{folder}/saved")):
         with pytest.raises(RuntimeError) as parked:
             call()
@@ -230,6 +250,21 @@ def test_what_cannot_be_right_is_refused(pool: Pool, tmp_path: Path) -> None:
         assert all("call sharded.unpark() first" in told for told in parked)
         assert "init_lora_weights='pissa' changed the model's own weights" in unsaved
     assert [*tmp_path.iterdir()] == []
+
+
+def on_some_ranks(rank: int, ranks: int) -> str:
+    mesh = dist.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    if rank == 2:
+        return ""
+    sharded = dzero.shard(model_of("llama"), stage=3, mesh=dzero.take_mesh(mesh, {"shard": "dp"}))
+    with pytest.raises(ValueError, match="weights") as told:
+        dzero.weights(sharded)
+    return str(told.value)
+
+
+def test_a_model_on_some_of_the_ranks_is_refused(pool: Pool) -> None:
+    for told in pool.run(on_some_ranks, 3)[:2]:
+        assert told.startswith("weights() of a model on 2 of the 3 ranks of the process group")
 
 
 def plain(rank: int, ranks: int) -> list[str]:
