@@ -5,10 +5,11 @@
 
     what Trainer does              here
     wraps the model                `dzero.shard`, in place, where training or evaluation first needs the model
-    creates an optimizer           `dzero.AdamW`, or `dzero.TorchOptimizer` around another class, with Trainer's groups
+    creates an optimizer           `dzero.AdamW`, or `dzero.TorchOptimizer` around another class (trainer_optimizer.py)
     accumulates                    `Sharded.microbatch` around each training step
     clips and logs the norm        the optimizer clips by the true norm of all ranks, and tells it after its step
     bf16=True, fp16=True           dtypes of the layout: 16-bit parameters with fp32 masters, instead of autocast
+    torch_compile=True             each block is compiled, inside of the hooks that gather it
     saves a checkpoint             `dzero.Checkpointer` in the checkpoint's folder, beside what `from_pretrained` loads
 
 Everything else is Trainer's own: data, schedules, callbacks, evaluation, logs and the files of its state.
@@ -19,33 +20,39 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.save_pretrained import save_pretrained
 from dzero.errors import import_optional
-from dzero.optim.adamw import AdamW
+from dzero.integrations.trainer_optimizer import OptimizerRecipe, Skips
+from dzero.integrations.trainer_refusals import refuse
+from dzero.mesh import make_mesh
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero.parallel.blocks import find_blocks
+from dzero.parallel.forward_wrapping import wrap_method
 from dzero.zero.shard import shard
 from dzero.zero.sharded import Sharded
 
 transformers: Any = import_optional("transformers", "DzeroTrainer", "hf")
+accelerate: Any = import_optional("accelerate", "DzeroTrainer", "hf")
 
-ARGUMENTS = ("stage", "precision", "offload")
-"""Arguments of `dzero.shard` that `dzero=` may hold; no mesh, since every rank reads batches of its own."""
+ARGUMENTS = ("stage", "precision", "offload", "replicate")
+"""What `dzero=` may hold. Every rank reads batches of its own, so no axis may cut the model itself."""
 STATES = "dzero"
 """Folder of model and optimizer states in a checkpoint of Trainer."""
-TORCH_KERNELS = ("fused", "foreach")
-"""Arguments that choose among torch's own kernels of AdamW."""
 
 
 class DzeroMixin:
@@ -53,7 +60,8 @@ class DzeroMixin:
 
     Args:
         args, kwargs: Those of the trainer.
-        dzero: Arguments of `dzero.shard`: stage, precision, offload.
+        dzero: Arguments of `dzero.shard`: stage, precision, offload; and `replicate`, the number of groups of ranks
+            that each hold all shards (HSDP).
 
     Raises:
         TypeError: `dzero` has another argument.
@@ -67,35 +75,16 @@ class DzeroMixin:
         self.sharded: Sharded | None = None
         self._norm = torch.zeros(())
         super().__init__(*args, **kwargs)
-        self._refuse()
         trainer: Any = self
+        refuse(trainer)
         trainer.place_model_on_device = False
         trainer.accelerator.backward = self._backward
 
-    def _refuse(self) -> None:
-        """Raise ValueError for arguments that shard in another way, or need the whole model."""
-        trainer: Any = self
-        args = trainer.args
-        for given, told in (
-            (args.fsdp_plugin_args is not None, "fsdp: the model would be sharded twice; leave it away"),
-            (args.deepspeed is not None, "deepspeed: take dzero= in its place"),
-            (args.n_gpu > 1, "several GPUs in one process: start one process per GPU, with torchrun"),
-            (trainer.optimizer is not None, "optimizers: made for the model before it was sharded; take args.optim"),
-            (args.auto_find_batch_size, "auto_find_batch_size: the layout depends on the batch; choose one"),
-            (args.torch_compile, "torch_compile: the model is compiled as a whole, around its shards; leave it away"),
-            (args.bf16_full_eval or args.fp16_full_eval, "full_eval: dtypes are those of dzero=; take its precision"),
-            (
-                args.save_only_model and args.load_best_model_at_end,
-                "save_only_model and load_best_model_at_end: the best model is loaded from its states; save these too",
-            ),
-        ):
-            if given:
-                raise ValueError(f"DzeroTrainer with {told}")
-
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Leave 16-bit dtypes to the layout."""
+        """Leave 16-bit dtypes and compilation to the layout."""
         trainer: Any = super()
-        return {**trainer._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+        plain = {"mixed_precision": "no", "dynamo_plugin": accelerate.utils.TorchDynamoPlugin(backend="no")}
+        return {**trainer._build_accelerator_args(**kwargs), **plain}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is; its shards are made on the device."""
@@ -103,56 +92,69 @@ class DzeroMixin:
     # Model and optimizer.
 
     def _shard(self) -> Sharded:
-        """Shard the model, once."""
+        """Shard the model, once; and again the new one that `model_init` made for another `train`."""
         trainer: Any = self
-        if self.sharded is None:
-            settings = {"stage": 2, **self._shard_settings}
-            settings.setdefault("precision", self._precision())
-            if not dist.is_initialized():  # a script that was started without torchrun
-                store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
-                dist.init_process_group(store=store, rank=0, world_size=1)
-                atexit.register(dist.destroy_process_group)
-            self.sharded = shard(trainer.model, microbatches=trainer.args.gradient_accumulation_steps, **settings)
-            prepared = trainer.accelerator.prepare_model(trainer.model, device_placement=False, evaluation_mode=True)
-            assert prepared is trainer.model
+        if self.sharded is not None and self.sharded.model is trainer.model:
+            return self.sharded
+        settings = {"stage": 2, "precision": self._precision(), **self._shard_settings}
+        replicas = settings.pop("replicate", None)
+        if not dist.is_initialized():  # a script that was started without torchrun
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
+            dist.init_process_group(store=store, rank=0, world_size=1)
+            atexit.register(dist.destroy_process_group)
+        if replicas is not None:
+            settings["mesh"] = make_mesh(trainer.args.device.type, replicate=replicas)
+        if trainer.args.torch_compile:
+            self._compile_blocks()
+        given = trainer.optimizer
+        recipe = None if given is None else OptimizerRecipe.of(given, trainer.model)
+        self.sharded = shard(trainer.model, microbatches=trainer.args.gradient_accumulation_steps, **settings)
+        if recipe is not None:
+            self._make_optimizer(recipe)
         return self.sharded
 
     def _precision(self) -> str:
         """Return the name of the dtypes that Trainer's arguments and the model's own dtype ask for."""
         trainer: Any = self
-        if trainer.args.fp16:
-            return "fp16"
+        if (asked := trainer.args.mixed_precision) != "no":  # of the arguments, or of `accelerate launch`
+            return str(asked)
         dtype = next(param.dtype for param in trainer.model.parameters() if param.is_floating_point())
-        return "bf16" if trainer.args.bf16 or dtype == torch.bfloat16 else "fp32"
+        return "bf16" if dtype == torch.bfloat16 else "fp32"
 
-    def create_optimizer(self, model: nn.Module | None = None) -> MasterOptimizer:
-        """Create the optimizer that `args.optim` names, over the shards."""
+    def _compile_blocks(self) -> None:
         trainer: Any = self
-        if trainer.optimizer is None:
-            sharded = self._shard()
-            rule, settings = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
-                trainer.args, trainer.model
+        blocks = [block for _, block in find_blocks(trainer.model)]
+        if not blocks:
+            raise ValueError(
+                f"DzeroTrainer with torch_compile: {type(trainer.model).__name__} has no blocks, which are elements of "
+                "an nn.ModuleList or nn.Sequential; leave it away"
             )
-            groups = self._groups()
-            if rule is torch.optim.AdamW:
-                settings = {key: value for key, value in settings.items() if key not in TORCH_KERNELS}
-                trainer.optimizer = AdamW(sharded, groups, **settings)
-            else:
-                trainer.optimizer = TorchOptimizer(sharded, rule, groups, **settings)
-            trainer.optimizer.register_step_post_hook(self._tell_norm)
-            trainer.accelerator._optimizers.append(_Skips(trainer.optimizer))
-        assert isinstance(trainer.optimizer, MasterOptimizer)
+        backend, mode = trainer.args.torch_compile_backend, trainer.args.torch_compile_mode
+        wrap_method(blocks, "forward", partial(torch.compile, backend=backend, mode=mode))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Create the optimizer that `args.optim`, or a subclass of Trainer, makes, over the shards."""
+        trainer: Any = self
+        self._shard()
+        if trainer.optimizer is None:
+            super().create_optimizer(model)  # type: ignore[misc]  # of Trainer, behind this class
+        self._put_optimizer_over_shards()
         return trainer.optimizer
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _put_optimizer_over_shards(self) -> None:
         trainer: Any = self
-        decayed = {*trainer.get_decay_parameter_names(trainer.model)}
-        named = [(name, param) for name, param in trainer.model.named_parameters() if param.requires_grad]
-        groups = [
-            {"params": [param for name, param in named if (name in decayed) is decays], "weight_decay": decay}
-            for decays, decay in ((True, trainer.args.weight_decay), (False, 0.0))
-        ]
-        return [group for group in groups if group["params"]]
+        if not isinstance(trainer.optimizer, MasterOptimizer):
+            self._make_optimizer(OptimizerRecipe.of(trainer.optimizer, trainer.model))
+
+    def _make_optimizer(self, recipe: OptimizerRecipe) -> None:
+        """Create the optimizer over shards, in place of one of torch, which a schedule may be of."""
+        trainer: Any = self
+        given, trainer.optimizer = trainer.optimizer, recipe.make(self._shard())
+        trainer.optimizer.register_step_post_hook(self._tell_norm)
+        if trainer.lr_scheduler is not None:
+            if trainer.lr_scheduler.optimizer is not given:
+                raise ValueError("optimizers=: the schedule is of another optimizer than the one beside it")
+            trainer.lr_scheduler.optimizer = trainer.optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Shard the model, create optimizer and schedule, and load a checkpoint."""
@@ -160,7 +162,9 @@ class DzeroMixin:
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
         self._shard().reshard()
-        self.create_optimizer()
+        trainer.create_optimizer()
+        self._put_optimizer_over_shards()
+        trainer.accelerator._optimizers = [Skips(trainer.optimizer)]
         trainer.create_scheduler(num_training_steps=max_steps)
         trainer.model_wrapped = trainer.model
         if resume_from_checkpoint is not None:
@@ -225,7 +229,10 @@ class DzeroMixin:
         dist.broadcast_object_list(made, src=0)
         folder = Path(str(made[0])) / "model"
         try:
-            save_pretrained(self._shard(), folder)
+            if isinstance(trainer.model, _published()):
+                save_pretrained(self._shard(), folder)
+            else:
+                self._save_whole(folder)
             if trainer.args.should_save:
                 for each in folder.iterdir():
                     os.replace(each, target / each.name)
@@ -238,6 +245,15 @@ class DzeroMixin:
             if (processing := trainer.processing_class) is not None:
                 processing.save_pretrained(target)
             torch.save(trainer.args, target / "training_args.bin")
+
+    def _save_whole(self, folder: Path) -> None:
+        """Write the state dict of a model that is not of transformers, whole on the first rank's host."""
+        trainer: Any = self
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(trainer.model, options=options)
+        if trainer.args.should_save:
+            folder.mkdir()
+            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, whole, for `from_pretrained`. All ranks call this."""
@@ -273,16 +289,10 @@ class DzeroMixin:
         self._load_states(trainer.state.best_model_checkpoint)
 
 
-class _Skips:
-    """Answer to accelerate, which asks an optimizer whether its last step was skipped, as after an fp16 overflow."""
-
-    def __init__(self, optim: MasterOptimizer) -> None:
-        self._optim = optim
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing."""
-        return self._optim.consecutive_skips > 0
+def _published() -> tuple[type, ...]:
+    """Return the classes of models that have a layout of their own on disk: those of transformers and of peft."""
+    peft = sys.modules.get("peft")
+    return (transformers.PreTrainedModel, *([peft.PeftModel] if peft else []))
 
 
 class DzeroTrainer(DzeroMixin, transformers.Trainer):  # type: ignore[misc]  # an optional package, typed as Any

@@ -5,6 +5,7 @@ The checks are:
     shard() of a model that is already sharded          error
     parameters tied by .data, modules added later       error
     load_state_dict(assign=True)                        copies, with a warning; error for parameters on meta
+    save_pretrained of the model itself                 error
     a module of the root called outside its forward     error, unless a forward left its parameters gathered
     a unit that writes into a dict or list argument     error if FSDP2 gave it a copy that it does not return
 """
@@ -83,6 +84,25 @@ def _copy(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[
         "load_state_dict(assign=True) of a sharded model copies the values: its shards belong to the optimizer as well",
         stacklevel=2,
     )
+
+
+def refuse_own_save(model: nn.Module) -> None:
+    """Make `model.save_pretrained`, which would write shards, raise."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _refuse_save  # type: ignore[assignment]
+
+
+def _refuse_save(*_: object, **__: object) -> None:
+    raise RuntimeError(
+        "save_pretrained of a sharded model has only this rank's shards: call dzero.save_pretrained(sharded, folder), "
+        "or DzeroTrainer's save_model(folder), on all ranks"
+    )
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """Give the class that `fully_shard` made the name of the module's own, by which libraries choose what to do."""
+    cls = type(module)
+    cls.__name__, cls.__qualname__ = (name.removeprefix("FSDP") for name in (cls.__name__, cls.__qualname__))
 
 
 def refuse_outside_forward(root: Unit, others: list[Unit]) -> None:

@@ -273,7 +273,7 @@ class Sharded:
         return [unit.shape for unit in self.units]
 
     def __repr__(self) -> str:
-        of = f"{type(self.model).__name__.removeprefix('FSDP')}, {len(self.units)} units, on {self.mesh.device_type}"
+        of = f"{type(self.model).__name__}, {len(self.units)} units, on {self.mesh.device_type}"
         tables = [kinds_table(self.layout, self.shapes), units_table(self.layout, self.shapes)]
         return f"Sharded({of})\n{plain(tables)}"
 

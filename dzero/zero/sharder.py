@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageReplicas, ReduceGrads, UnshardParams
@@ -37,7 +37,13 @@ from dzero.zero.fsdp_internals import (
     follow_root,
     use_shards,
 )
-from dzero.zero.guards import copy_assigned, refuse_lost_writes, refuse_outside_forward
+from dzero.zero.guards import (
+    copy_assigned,
+    keep_class_name,
+    refuse_lost_writes,
+    refuse_outside_forward,
+    refuse_own_save,
+)
 from dzero.zero.init_on_disk import InitSpillFile
 from dzero.zero.init_params import Materialise, ParamInit
 from dzero.zero.layout import Layout
@@ -124,6 +130,9 @@ class Sharder:
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
         for root in self.roots:
             copy_assigned(root)
+            refuse_own_save(root)
+            if callable(getattr(root, "generate", None)):
+                register_fsdp_forward_method(root, "generate")  # which calls parts of the model by themselves
         for unit in units:
             if any(as_module(module) is root for module in unit.modules for root in self.roots):
                 refuse_outside_forward(unit, [other for other in units if other is not unit])
@@ -167,6 +176,8 @@ class Sharder:
             ),
             ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
         )
+        for module in modules:
+            keep_class_name(module)
         for module in modules if not is_root else ():
             cast_first_input(module, self.layout.param.dtype)
             refuse_lost_writes(name, module)

@@ -1,0 +1,390 @@
+"""What users do with a Trainer, done with the plain one and with `DzeroTrainer`.
+
+    torchrun --nproc-per-node=2 contract_runs.py OUT '{"stage": 3}' [NAME ...]
+
+Each habit returns what its user would look at; OUT/results.json has the answers of both sides, by name. On several
+ranks plain Trainer is DDP, whose sums and samplers are those of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from trainer_runs import collate, model, samples
+
+from dzero.integrations.transformers import DzeroMixin, DzeroTrainer
+
+HABITS: dict[str, Callable[[Make], Any]] = {}
+ARGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 3e-3,
+    "max_steps": 4,
+    "max_grad_norm": 0.5,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
+
+
+class Make:
+    """Trainers of one side, with small defaults.
+
+    Args:
+        settings: `dzero=` of DzeroTrainer; None for plain Trainer.
+    """
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        self.settings = settings
+        self.folder = Path(shared(tempfile.mkdtemp))
+
+    def __call__(self, base: type[Any] = transformers.Trainer, arguments: Any = None, **given: Any) -> Any:
+        kind = arguments or transformers.TrainingArguments
+        args = kind(**{"output_dir": str(self.folder / "out"), **ARGS, **given.pop("args", {})})
+        data = {"train_dataset": samples(48), "eval_dataset": samples(14), "data_collator": collate}
+        if "model_init" not in given:
+            data["model"] = model()
+        if self.settings is None:
+            return base(args=args, **{**data, **given})
+        over = DzeroTrainer if base is transformers.Trainer else type("Over", (DzeroMixin, base), {})
+        return over(args=args, **{**data, **given}, dzero=self.settings)
+
+
+def shared(make: Callable[[], Any]) -> Any:
+    """Return what rank 0 makes."""
+    made = [make() if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(made, src=0)
+    return made[0]
+
+
+def habit(function: Callable[[Make], Any]) -> Callable[[Make], Any]:
+    HABITS[function.__name__] = function
+    return function
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    kept = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "eval_loss",
+        "eval_accuracy",
+        "epoch",
+        "step",
+        "num_input_tokens_seen",
+    )
+    return [{key: row[key] for key in kept if key in row} for row in trainer.state.log_history]
+
+
+def weights(trainer: Any) -> dict[str, Any]:
+    return {
+        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().double().sum().item()
+        for name, param in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    }
+
+
+def trained(trainer: Any, **given: Any) -> dict[str, Any]:
+    trainer.train(**given)
+    return {"logs": logs(trainer), "weights": weights(trainer)}
+
+
+def saved(trainer: Any) -> None:
+    """Save the model, and wait for the first rank, as a script must that reads it on all."""
+    trainer.save_model()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def accuracy(predictions: Any) -> dict[str, float]:
+    right = predictions.predictions.argmax(-1)[:, :-1] == predictions.label_ids[:, 1:]
+    return {"accuracy": float(right[predictions.label_ids[:, 1:] != -100].mean())}
+
+
+@habit
+def evaluates_first_and_again(make: Make) -> Any:
+    trainer = make(compute_metrics=accuracy)
+    if make.settings is not None or not dist.is_initialized():
+        trainer.evaluate()  # after which accelerate 1.15 leaves out DDP, so that the gradients of ranks differ
+    return [trained(trainer), trainer.evaluate()["eval_loss"]]
+
+
+@habit
+def predicts(make: Make) -> Any:
+    found = make(compute_metrics=accuracy).predict(samples(10))
+    return [found.predictions.shape, float(found.predictions.sum()), found.metrics["test_loss"]]
+
+
+@habit
+def accumulates_an_uneven_epoch(make: Make) -> Any:
+    args = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2}
+    return trained(make(args=args, train_dataset=samples(40)))
+
+
+@habit
+def smooths_labels(make: Make) -> Any:
+    return trained(make(args={"label_smoothing_factor": 0.1}))
+
+
+@habit
+def computes_a_loss_of_its_own(make: Make) -> Any:
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        each = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return each / num_items_in_batch
+
+    return trained(make(compute_loss_func=loss, args={"gradient_accumulation_steps": 2}))
+
+
+@habit
+def overrides_compute_loss(make: Make) -> Any:
+    class Own(transformers.Trainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            return (outputs.loss * 2, outputs) if return_outputs else outputs.loss * 2
+
+    return trained(make(Own))
+
+
+@habit
+def stops_early(make: Make) -> Any:
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)
+    args = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    more = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    trainer = make(args={**args, **more}, callbacks=[stopping])
+    found = trained(trainer)
+    return [trainer.state.global_step, trainer.state.best_global_step, found, trainer.evaluate()["eval_loss"]]
+
+
+@habit
+def follows_a_plateau(make: Make) -> Any:
+    args = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 1.0}}
+    return trained(make(args={**args, "eval_strategy": "steps", "eval_steps": 1}))
+
+
+@habit
+def takes_every_schedule(make: Make) -> Any:
+    more = {"cosine_with_min_lr": {"min_lr": 1e-4}, "warmup_stable_decay": {"num_decay_steps": 1}}
+    kinds = ("linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt", *more)
+    args = [{"lr_scheduler_type": kind, "lr_scheduler_kwargs": more.get(kind, {}), "warmup_steps": 1} for kind in kinds]
+    return [trained(make(args=each)) for each in args]
+
+
+@habit
+def takes_classes_of_torch(make: Make) -> Any:
+    kinds = ("sgd", "adagrad", "adamw_torch", "adamw_torch_fused")
+    return [trained(make(args={"optim": kind, "weight_decay": 0.1})) for kind in kinds]
+
+
+@habit
+def passes_an_optimizer(make: Make) -> Any:
+    whole = model()
+    head = [whole.lm_head.weight]
+    body = [param for name, param in whole.named_parameters() if name != "lm_head.weight"]
+    optim = torch.optim.AdamW([{"params": body}, {"params": head, "lr": 1e-3}], lr=1e-2, betas=(0.8, 0.9))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=[1e-2, 1e-3], total_steps=10)
+    trainer = make(model=whole, optimizers=(optim, schedule))
+    return [trained(trainer), [group["lr"] for group in trainer.optimizer.param_groups]]
+
+
+@habit
+def overrides_create_optimizer(make: Make) -> Any:
+    class Own(transformers.Trainer):
+        def create_optimizer(self, *_: Any) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            return self.optimizer
+
+    return trained(make(Own))
+
+
+@habit
+def passes_a_class(make: Make) -> Any:
+    return trained(make(optimizer_cls_and_kwargs=(torch.optim.Adam, {"lr": 1e-3, "betas": (0.8, 0.95)})))
+
+
+@habit
+def makes_the_optimizer_before(make: Make) -> Any:
+    trainer = make()
+    trainer.create_optimizer_and_scheduler(num_training_steps=4)
+    return trained(trainer)
+
+
+@habit
+def trains_twice(make: Make) -> Any:
+    trainer = make()
+    return [trained(trainer), trained(trainer)]
+
+
+@habit
+def makes_a_model_for_each_run(make: Make) -> Any:
+    trainer = make(model_init=model)
+    return [trained(trainer), trained(trainer)]
+
+
+@habit
+def freezes_parts(make: Make) -> Any:
+    whole = model()
+    whole.model.embed_tokens.requires_grad_(False)
+    return trained(make(model=whole))
+
+
+@habit
+def reads_an_endless_stream(make: Make) -> Any:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                # Of one length: the first rank reads batches for all of them.
+                yield from ({key: value[-5:] for key, value in each.items()} for each in samples(12))
+
+    return trained(make(train_dataset=Stream()))
+
+
+@habit
+def groups_by_length_and_counts_tokens(make: Make) -> Any:
+    return trained(make(args={"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": True}))
+
+
+@habit
+def evaluates_several_sets(make: Make) -> Any:
+    trainer = make(eval_dataset={"a": samples(6), "b": samples(9)}, args={"eval_strategy": "steps", "eval_steps": 2})
+    trained(trainer)
+    return [{key: row[key] for key in row if key.endswith("_loss")} for row in trainer.state.log_history]
+
+
+@habit
+def steers_by_callbacks(make: Make) -> Any:
+    seen: list[str] = []
+
+    class Callback(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.append(f"before {state.global_step}")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.append(f"{state.global_step} {given['optimizer'].param_groups[0]['lr']:.6f}")
+            control.should_training_stop = state.global_step == 3
+            control.should_evaluate = state.global_step == 2
+
+    return [trained(make(callbacks=[Callback])), seen]
+
+
+@habit
+def classifies(make: Make) -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, num_labels=3
+    )
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    rows = [{"input_ids": each["input_ids"][:5], "labels": int(each["input_ids"][0]) % 3} for each in samples(24)]
+    whole = transformers.BertForSequenceClassification(config)
+    args = {"gradient_accumulation_steps": 2}
+    given = {"train_dataset": rows, "eval_dataset": rows[:6], "data_collator": transformers.default_data_collator}
+    trainer = make(model=whole, args=args, **given)
+    found = trained(trainer)
+    saved(trainer)
+    loaded = transformers.BertForSequenceClassification.from_pretrained(make.folder / "out")
+    return [found, {"weights": {name: param.double().sum().item() for name, param in loaded.named_parameters()}}]
+
+
+class Line(nn.Module):
+    """A regression that is no model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor([0.25]))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = x * self.a + self.b
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+@habit
+def trains_a_module_of_ones_own(make: Make) -> Any:
+    rows = [{"x": float(number % 7), "labels": 2.0 * (number % 7) + 1} for number in range(64)]
+    given = {"train_dataset": rows, "eval_dataset": rows[:9], "data_collator": transformers.default_data_collator}
+    trainer = make(model=Line(), args={"gradient_accumulation_steps": 2, "learning_rate": 0.1}, **given)
+    found = [trained(trainer), trainer.evaluate()["eval_loss"]]
+    saved(trainer)
+    from safetensors.torch import load_file
+
+    return [found, {name: value.tolist() for name, value in load_file(make.folder / "out/model.safetensors").items()}]
+
+
+@habit
+def generates(make: Make) -> Any:
+    trainer = make()
+    trainer.train()
+    prompts = torch.arange(3, 9).view(2, 3)[dist.get_rank() % 2 if dist.is_initialized() else 0 :][:1]
+    whole = trainer.accelerator.unwrap_model(trainer.model)
+    found = whole.generate(prompts, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return found.tolist()
+
+
+@habit
+def predicts_with_generate(make: Make) -> Any:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=0
+    )
+    config.decoder_start_token_id = 0
+    whole = transformers.T5ForConditionalGeneration(config)
+    args = {"predict_with_generate": True, "generation_max_length": 8}
+    trainer = make(transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, model=whole, args=args)
+    return [trained(trainer), trainer.predict(samples(6)).predictions.tolist()]
+
+
+@habit
+def saves_and_goes_on_from_the_last(make: Make) -> Any:
+    args = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    whole = trained(make(args=args))
+    names = sorted(each.name for each in (make.folder / "out").iterdir())
+    trainer = make(args={**args, "max_steps": 6})
+    return [whole, names, trained(trainer, resume_from_checkpoint=True)]
+
+
+@habit
+def keeps_the_embeddings_noise(make: Make) -> Any:
+    return trained(make(args={"neftune_noise_alpha": 5.0}))
+
+
+@habit
+def compiles(make: Make) -> Any:
+    return trained(make(args={"torch_compile": True, "torch_compile_backend": "aot_eager"}))
+
+
+@habit
+def recomputes(make: Make) -> Any:
+    return trained(make(args={"gradient_checkpointing": True}))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out, settings, names = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name in names or HABITS:
+        found[name] = {}
+        for side, given in (("plain", None), ("dzero", settings)):
+            print(f"{name}: {side}", flush=True)
+            transformers.set_seed(1)
+            found[name][side] = HABITS[name](Make(given))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (out / "results.json").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
