@@ -80,8 +80,9 @@ def test_16_bits_are_those_of_the_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"stages": 3}, "dzero={'stages': ...}: it takes ['stage', 'precision', 'offload']"),
-        ({"args": {"torch_compile": True}}, "DzeroTrainer with torch_compile: "),
+        ({"stages": 3}, "dzero={'stages': ...}: it takes ['stage', 'precision', 'offload', 'replicate']"),
+        ({"args": {"optim": "adafactor"}}, "Adafactor may update an element from others"),
+        ({"replicate": 3}, "replicate=3 * shard=0 is not the world size 2"),
         ({"args": {"auto_find_batch_size": True}}, "DzeroTrainer with auto_find_batch_size: "),
         ({"args": {"bf16_full_eval": True}}, "DzeroTrainer with full_eval: "),
         ({"args": {"save_only_model": True}}, "DzeroTrainer with save_only_model and load_best_model_at_end: "),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-SAMPLES, HELD_OUT, BATCH, ACCUMULATE, STEPS = 48, 16, 8, 2, 6
+SAMPLES, HELD_OUT, BATCH, ACCUMULATE, STEPS = 48, 16, 4, 4, 6
 MIDDLE = 2
 """A step in the middle of an epoch of three steps, after which a checkpoint is resumed from."""
 
