@@ -28,6 +28,7 @@ MODULES = {
     "export": "checkpoints",
     "hardware": "machine",
     "disk-bench": "machine",
+    "from-deepspeed": "from_deepspeed",
 }
 """Module in `dzero/cli` of each command that is not in one of its own name."""
 
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _tokenize(commands.add_parser("tokenize", help="tokenize conversations ahead of a run, and show what will count"))
     _inspect(commands.add_parser("inspect", help="show what is in a checkpoint, or in a folder of them"))
     _export(commands.add_parser("export", help="write a checkpoint as safetensors that transformers loads"))
+    _from_deepspeed(commands.add_parser("from-deepspeed", help="translate a DeepSpeed configuration, key by key"))
     _hardware(commands.add_parser("hardware", help="measure this machine once, for predictions"))
     _disk_bench(commands.add_parser("disk-bench", help="measure scratch disks, and find the settings that suit them"))
     return parser
@@ -158,6 +160,13 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--merge", action="store_true", help="of adapters: the whole model, with them merged in")
     parser.add_argument("--base", metavar="FOLDER", help="with --merge: their model, if it is elsewhere now")
     parser.add_argument("--shard-bytes", type=_whole, default=SHARD_BYTES, help="bytes of tensors in a file")
+
+
+def _from_deepspeed(parser: argparse.ArgumentParser) -> None:
+    told = "its JSON file. Exit code 0: every key is taken or needless, 3: one is refused, 1: it cannot be read"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=told)
+    parser.add_argument("--ranks", type=_whole, help="processes that train, by which batch sizes are checked")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
 
 def _hardware(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,10 @@ def refuse(trainer: Any) -> None:
     unsaved_best = args.save_only_model and args.load_best_model_at_end
     for given, told in (
         (trainer.is_fsdp_enabled, "fsdp: the model would be sharded twice; leave it away"),
-        (trainer.is_deepspeed_enabled, "deepspeed: the model would be sharded twice; leave it away"),
+        (
+            trainer.is_deepspeed_enabled,
+            "deepspeed of TrainingArguments: DeepSpeed itself would run; give the file to DzeroTrainer(deepspeed=)",
+        ),
         (args.n_gpu > 1, "several GPUs in one process: start one process per GPU, with torchrun"),
         (of_accelerate, "parallelism_config: each rank reads batches of its own; leave it away"),
         (placed, "a model that is on several devices: load it without device_map and distributed_config"),

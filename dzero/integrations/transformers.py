@@ -37,6 +37,7 @@ from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.save_pretrained import save_pretrained
 from dzero.errors import import_optional
+from dzero.integrations.deepspeed.trainer import TrainerConfig
 from dzero.integrations.trainer_optimizer import OptimizerRecipe, Skips
 from dzero.integrations.trainer_refusals import refuse
 from dzero.mesh import make_mesh
@@ -62,13 +63,22 @@ class DzeroMixin:
         args, kwargs: Those of the trainer.
         dzero: Arguments of `dzero.shard`: stage, precision, offload; and `replicate`, the number of groups of ranks
             that each hold all shards (HSDP).
+        deepspeed: In place of `dzero`, a DeepSpeed configuration: its JSON file, or its content as a mapping.
 
     Raises:
-        TypeError: `dzero` has another argument.
+        TypeError: `dzero` has another argument, or `deepspeed` is given beside it.
         ValueError: An argument of Trainer asks for another way of sharding.
     """
 
-    def __init__(self, *args: Any, dzero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        dzero: Mapping[str, Any] | None = None,
+        deepspeed: str | Path | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if dzero is not None and deepspeed is not None:
+            raise TypeError("dzero= and deepspeed=: both say how to shard; give one")
         self._shard_settings = dict(dzero or {})
         if unknown := self._shard_settings.keys() - {*ARGUMENTS}:
             raise TypeError(f"dzero={{{min(unknown)!r}: ...}}: it takes {[*ARGUMENTS]}")
@@ -77,6 +87,9 @@ class DzeroMixin:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         refuse(trainer)
+        self._deepspeed = None if deepspeed is None else TrainerConfig(deepspeed, trainer.args)
+        if self._deepspeed is not None:
+            self._shard_settings = self._deepspeed.settings
         trainer.place_model_on_device = False
         trainer.accelerator.backward = self._backward
 
@@ -138,6 +151,8 @@ class DzeroMixin:
         self._shard()
         if trainer.optimizer is None:
             super().create_optimizer(model)  # type: ignore[misc]  # of Trainer, behind this class
+            if self._deepspeed is not None:
+                self._make_optimizer(self._deepspeed.optimizer(OptimizerRecipe.of(trainer.optimizer, trainer.model)))
         self._put_optimizer_over_shards()
         return trainer.optimizer
 
@@ -155,6 +170,15 @@ class DzeroMixin:
             if trainer.lr_scheduler.optimizer is not given:
                 raise ValueError("optimizers=: the schedule is of another optimizer than the one beside it")
             trainer.lr_scheduler.optimizer = trainer.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the schedule of a DeepSpeed configuration if it has one, else the one of Trainer's arguments."""
+        trainer: Any = self
+        if self._deepspeed is not None and trainer.lr_scheduler is None:
+            trainer.lr_scheduler = self._deepspeed.scheduler(trainer.optimizer, num_training_steps, trainer.args)
+            trainer._created_lr_scheduler = trainer.lr_scheduler is not None
+        own: Any = super()
+        return own.create_scheduler(num_training_steps, optimizer)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Shard the model, create optimizer and schedule, and load a checkpoint."""
