@@ -3,6 +3,7 @@
 page                    made from
 reference/settings.md   the configuration's dataclasses, as `dzero train --help` shows them
 reference/support.md    the table of rules in dzero/compatibility.py
+reference/deepspeed_keys.md   the table of dzero/integrations/deepspeed/config_keys.py
 reference/modules.md    the first line of every module's docstring
 results/                the tables, pictures and the log of benchmarks/
 """
@@ -20,7 +21,8 @@ import mkdocs_gen_files
 from dzero.cli.settings_help import groups
 
 sys.path.insert(0, str(Path(__file__).parent))
-from support_matrix import support  # mkdocs runs this file without its folder on the path
+from deepspeed_keys import keys  # mkdocs runs this file without its folder on the path
+from support_matrix import support
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -80,5 +82,6 @@ def results() -> None:
 
 write("reference/settings.md", settings())
 write("reference/support.md", support())
+write("reference/deepspeed_keys.md", keys())
 write("reference/modules.md", modules())
 results()

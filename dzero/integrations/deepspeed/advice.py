@@ -13,7 +13,7 @@ from dzero.integrations.deepspeed.optimizers import Optimizer
 from dzero.integrations.deepspeed.schedules import Schedule
 from dzero.integrations.deepspeed.translation import Translation
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig
-from dzero.zero.offload_config import OFFLOADS, OffloadConfig
+from dzero.zero.offload_config import OFFLOADS
 
 KINDS = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 """Schedule of dzero train that is nearest to DeepSpeed's."""

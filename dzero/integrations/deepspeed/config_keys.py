@@ -22,6 +22,7 @@ from dzero.integrations.deepspeed.forms import (
     DTYPE,
     FLAG,
     NAMES,
+    OFF,
     PATH,
     POSITIVE,
     RATE,
@@ -99,7 +100,9 @@ CALLED = needless(
 NO_BYTES = "values travel in 16 or 32 bits here; false gives the unrounded numbers"
 
 BATCH = {
-    "train_batch_size": taken(SEQUENCES, "train.global_sequences; of Trainer, the product", "train_batch_size"),
+    "train_batch_size": taken(
+        SEQUENCES, "train.global_sequences; of Trainer, the product", "train_batch_size (calculated)"
+    ),
     "train_micro_batch_size_per_gpu": taken(
         SEQUENCES, "per_device_train_batch_size, train.microbatch_sequences", "per_device_train_batch_size"
     ),
@@ -213,7 +216,7 @@ SCHEDULER = {
         ),
         stairs=("cycle_first_stair_count cycle_second_stair_count decay_step_size", taken(COUNT, "steps")),
         staircase=("lr_range_test_staircase", taken(FLAG, "whether the rate rises in stairs")),
-        cycles=("cycle_momentum", refused(FLAG, "false: only the rate is scheduled, betas stay", False)),
+        cycles=("cycle_momentum", taken(OFF, "only the rate is scheduled, betas stay")),
         momentum=("cycle_min_mom cycle_max_mom decay_mom_rate", needless(ANY, "read with cycle_momentum only")),
         last=("last_batch_iteration", refused(SIGNED, "-1: a checkpoint knows its step", -1)),
     ),
@@ -279,8 +282,9 @@ ZERO = below(
     hpz=("zero_hpz_partition_size", taken(numbers(whole(1, MOST_RANKS)), "zero.reshard_after_forward (1: none)")),
     buckets=(
         "allgather_bucket_size reduce_bucket_size allgather_partitions reduce_scatter overlap_comm "
-        "contiguous_gradients use_multi_rank_bucket_allreduce round_robin_gradients parameter_alignment sub_group_size legacy_stage1 "
-        "prefetch_bucket_size stage3_prefetch_bucket_size max_live_parameters stage3_max_live_parameters "
+        "contiguous_gradients use_multi_rank_bucket_allreduce round_robin_gradients parameter_alignment "
+        "sub_group_size legacy_stage1 prefetch_bucket_size stage3_prefetch_bucket_size max_live_parameters "
+        "stage3_max_live_parameters "
         "max_reuse_distance stage3_max_reuse_distance module_granularity_threshold stage3_module_granularity_threshold "
         "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params allgather_sequential "
         "stage3_allgather_sequential memory_efficient_linear stage3_gather_fp16_weights allgather_size",

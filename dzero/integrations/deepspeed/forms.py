@@ -62,6 +62,7 @@ def is_switched_on(value: Any) -> bool:
 
 ANY = Form("anything", lambda _: True)
 FLAG = Form("true or false", lambda value: isinstance(value, bool))
+OFF = Form("false", lambda value: value is False)
 TEXT = Form("a text", lambda value: isinstance(value, str))
 PATH = Form(
     "a folder, without quotes, backslashes or $",

@@ -23,7 +23,7 @@ SCHEDULES = {
     "warmupdecaylr": "warmup_num_steps warmup_type warmup_min_lr warmup_max_lr total_num_steps",
     "warmupcosinelr": "warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio total_num_steps",
     "onecycle": "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
-    "cycle_first_stair_count cycle_second_stair_count decay_step_size",
+    "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum",
     "lrrangetest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
 }
 """Parameters of each schedule."""
@@ -81,5 +81,10 @@ def schedule_of(v: dict[str, Any], **_: Any) -> dict[str, Any]:
     if unfit := sorted(params.keys() - {*SCHEDULES[kind].split()}):
         raise Conflict(f"{SCHEDULER}.params.{unfit[0]}", f"remove it: this schedule takes {SCHEDULES[kind].split()}")
     if missing := [each for each in NEEDED.get(kind, ()) if each not in params]:
-        raise Conflict(f"{SCHEDULER}.params.{missing[0]}", "write it: this schedule has no default")
+        raise Conflict(
+            f"{SCHEDULER}.params.{missing[0]}",
+            "write false: only rates are scheduled"
+            if missing[0] == "cycle_momentum"
+            else "write it: this has no default",
+        )
     return {"schedule": (kind, params)}

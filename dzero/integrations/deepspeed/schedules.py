@@ -24,9 +24,9 @@ PEAKS = {"warmuplr": "warmup_max_lr", "warmupdecaylr": "warmup_max_lr", "onecycl
 NEEDED = {
     "warmupdecaylr": ("total_num_steps",),
     "warmupcosinelr": ("total_num_steps",),
-    "onecycle": ("cycle_min_lr", "cycle_max_lr"),
+    "onecycle": ("cycle_min_lr", "cycle_max_lr", "cycle_momentum"),
 }
-"""Parameters without a default."""
+"""Parameters without a default; cycle_momentum must be false, since only rates are scheduled."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dzero.integrations.deepspeed.verdicts import shown
 
 Values = Mapping[str, Callable[[Any], Any]]
 AT_START: Values = {
-    "train_batch_size": lambda args: (
+    "train_batch_size (calculated)": lambda args: (
         args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
     ),
     "per_device_train_batch_size": lambda args: args.per_device_train_batch_size,
@@ -81,7 +81,7 @@ class TrainerConfig:
                 options["betas"] = tuple(options["betas"])
         if self.translation.schedule is not None:
             peak = Schedule(*self.translation.schedule, float(options["lr"])).peak
-            options, groups = {**options, "lr": peak}, [{**group, "lr": peak} for group in groups]
+            options = {**options, "lr": peak}
         return rule, {**options, **({} if scaler is None else {"scaler": scaler})}, groups
 
     def scheduler(self, optim: Any, steps: int, args: Any) -> Any | None:
@@ -93,7 +93,7 @@ class TrainerConfig:
         if self.translation.schedule is None:
             return None
         late = {"warmup_steps": max(1, args.get_warmup_steps(steps)), "num_training_steps": steps}
-        translation = translate(_filled(self._config, late), args.world_size, args.fp16 and "fp16" or None)
+        translation = translate(_filled(self._config, late), args.world_size)
         assert translation.schedule is not None
         lr = args.learning_rate if translation.optimizer is None else translation.optimizer.options["lr"]
         return torch.optim.lr_scheduler.LambdaLR(optim, Schedule(*translation.schedule, float(lr)).factor())
@@ -103,7 +103,7 @@ def _filled(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]
     """Return the configuration with "auto" replaced by `values`; raise ValueError for values that differ from them."""
     filled, differing = deepcopy(config), []
     for key, row in TABLE.items():
-        if row.auto not in values:
+        if row.auto is None or row.auto not in values:
             continue
         *sections, name = key.split(".")
         node: Any = filled

@@ -1,0 +1,404 @@
+"""`dzero from-deepspeed`: a verdict for every key, advice that dzero accepts, and one line for what cannot be read.
+
+The configurations of deepspeed_configs/ are written for these tests, in the manner of public ones. DeepSpeed's own
+names and rates (deepspeed_keys.json, deepspeed_rates.json) are printed by benchmarks/deepspeed_keys.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dzero
+from dzero import __main__ as command
+from dzero.cli.from_deepspeed import as_json
+from dzero.config import CONF
+from dzero.integrations.deepspeed.advice import advise
+from dzero.integrations.deepspeed.config_keys import NEEDLESS, REFUSED, SECTIONS, TABLE, TAKEN
+from dzero.integrations.deepspeed.reading import read
+from dzero.integrations.deepspeed.schedules import Schedule
+from dzero.integrations.deepspeed.translation import translate
+from dzero.overrides import composed
+
+HERE = Path(__file__).parent
+CORPUS = {path.stem: path for path in sorted((HERE / "deepspeed_configs").glob("*.json"))}
+REFUSES = {
+    "chat_actor_hybrid": {"hybrid_engine"},
+    "curriculum": {"curriculum_learning", "progressive_layer_drop"},
+    "lamb_bert": {
+        "optimizer.type",
+        *(f"optimizer.params.{each}" for each in ("bias_correction", "max_coeff", "min_coeff")),
+    },
+    "lion": {"optimizer.type"},
+    "mics": {"zero_optimization.mics_shard_size"},
+    "muon": {"optimizer.type"},
+    "one_bit_adam": {
+        "optimizer.type",
+        *(f"optimizer.params.{each}" for each in ("freeze_step", "cuda_aware", "comm_backend_name")),
+    },
+    "one_cycle_momentum": {"scheduler.params.cycle_momentum"},
+    "quantized": {"compression_training"},
+    "sequence_parallel": {"sequence_parallel_size"},
+    "tensor_parallel": {"tensor_parallel.autotp_size"},
+    "typo": {"zero_optimisation", "gradient_clip"},
+    "zeropp": {"zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"},
+}
+"""Keys of the corpus that are refused; everything else translates with no edit."""
+RESEARCH = {*REFUSES} - {"chat_actor_hybrid"}
+"""Configurations that are there for a key that dzero refuses, not because public ones look like this."""
+CHOSEN = {
+    "train.steps": "10000000000",
+    "train.microbatch_sequences": "1",
+    "optim.lr": "1e-4",
+    "optim.weight_decay": "0.0",
+    "optim.max_norm": "1.0",
+    "optim.betas": "[0.9,0.95]",
+    "optim.eps": "1e-8",
+    "schedule.kind": "constant",
+    "schedule.warmup_steps": "10",
+    "precision": "bf16",
+}
+"""Choices for what a file leaves to the reader."""
+
+
+def leaves(config: Any, section: str = "") -> Iterator[str]:
+    """Keys of a configuration, of sections those in them."""
+    for name, value in config.items():
+        key = f"{section}.{name}" if section else name
+        if isinstance(value, dict) and value and key in SECTIONS:
+            yield from leaves(value, key)
+        else:
+            yield key
+
+
+def check_translated(given: Any, ranks: int | None = None, *, compose: bool = True) -> set[str]:
+    """Check that each key has a verdict and that dzero takes the advice; return the refused keys."""
+    config = read(given)
+    found = translate(config, ranks)
+    told = {each.key for each in found.verdicts}
+    assert {*leaves(config)} <= told
+    for each in found.verdicts:
+        assert each.kind in (TAKEN, NEEDLESS, REFUSED)
+        assert each.text
+        assert "\n" not in str(each)
+    advice = advise(found, ranks)
+    json.dumps(as_json(found, advice))
+    for line in advice.loop:
+        compile(line, "loop", "exec")
+    if not found.refused:
+        for value in found.shard.values():
+            assert eval(repr(value) if isinstance(value, str) else code_of(value)) == value
+    if compose and advice.settings and not found.refused:
+        composed([*advice.settings, *(f"{key}={CHOSEN[key]}" for key in advice.yours)], CONF)
+    return {each.key for each in found.refused}
+
+
+def code_of(value: Any) -> str:
+    return dzero.integrations.deepspeed.advice.as_code(value)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_each_configuration_of_the_corpus_translates_or_is_refused_as_expected(name: str) -> None:
+    assert check_translated(CORPUS[name], compose=False) == REFUSES.get(name, set())
+
+
+@pytest.mark.product(keep=10)
+@pytest.mark.parametrize("name", CORPUS)
+def test_dzero_train_takes_the_settings_of_a_translation(name: str) -> None:
+    check_translated(CORPUS[name])
+
+
+def test_public_configurations_translate_with_no_edit() -> None:
+    public = {*CORPUS} - RESEARCH
+    assert len(public) >= 40
+    assert len(public - REFUSES.keys()) >= 0.95 * len(public)
+
+
+def test_every_key_of_deepspeed_is_in_the_table() -> None:
+    names = json.loads((HERE / "deepspeed_keys.json").read_text())["keys"]
+    assert len(names) > 200
+    for name in names:
+        parts = name.split(".")
+        above = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        assert name in SECTIONS or above & TABLE.keys(), name
+
+
+def test_every_row_of_the_table_is_met_by_the_corpus_or_by_deepspeeds_names() -> None:
+    met = {key for path in CORPUS.values() for key in leaves(read(path))}
+    met |= {*json.loads((HERE / "deepspeed_keys.json").read_text())["keys"]}
+    old = {
+        key for key in TABLE if key not in met and not key.startswith(("optimizer.params.", "pipeline.", "compile."))
+    }
+    assert len(old) < 40, old
+
+
+@pytest.mark.parametrize("case", json.loads((HERE / "deepspeed_rates.json").read_text())["rates"])
+def test_rates_are_deepspeeds(case: dict[str, Any]) -> None:
+    schedule = Schedule(case["kind"].lower(), case["params"], case["lr"])
+    factor = schedule.factor()
+    assert [schedule.peak * factor(update) for update in range(len(case["rates"]))] == pytest.approx(
+        case["rates"], rel=1e-13, abs=1e-18
+    )
+
+
+STATES = [
+    ({"stage": 3}, {"stage": 3, "precision": "fp32", "offload": "none"}),
+    ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"stage": 2, "precision": "fp32", "offload": "host"}),
+    (
+        {"stage": 3, "cpu_offload": True, "cpu_offload_params": True},
+        {"stage": 3, "precision": "fp32", "offload": "host_all"},
+    ),
+    ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, {"stage": 0, "precision": "fp32", "offload": "none"}),
+    (
+        {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}},
+        {
+            "stage": 3,
+            "precision": "fp32",
+            "offload": dzero.OffloadConfig(
+                grad="host",
+                master="host",
+                moments="host",
+                grad_fraction=0.25,
+                master_fraction=0.25,
+                moments_fraction=0.25,
+            ),
+        },
+    ),
+    (
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            "offload_param": {"device": "cpu"},
+        },
+        {
+            "stage": 3,
+            "precision": "fp32",
+            "offload": dzero.OffloadConfig(
+                param="host", grad="disk", master="disk", moments="disk", disk=dzero.DiskConfig(paths=["/a"])
+            ),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("zero", "settings"), STATES)
+def test_states_go_to_the_tiers_that_the_file_names(zero: dict[str, Any], settings: dict[str, Any]) -> None:
+    found = translate(read({"train_batch_size": 8, "zero_optimization": zero}))
+    assert found.refused == []
+    assert found.shard == settings
+
+
+DTYPES = [
+    ({"bf16": {"enabled": True}}, "bf16"),
+    ({"bfloat16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, dzero.PrecisionConfig(grad="fp32")),
+    (
+        {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
+        dzero.PrecisionConfig(grad="fp32", reduce="fp32"),
+    ),
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "fp16"),
+    ({"bf16": {"enabled": "auto"}}, None),
+]
+
+
+@pytest.mark.parametrize(("config", "precision"), DTYPES)
+def test_dtypes_are_those_of_the_file(config: dict[str, Any], precision: Any) -> None:
+    found = translate(read(config))
+    assert found.refused == []
+    assert found.precision == precision
+
+
+def test_the_loss_scale_is_that_of_the_file() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2}
+    assert translate({"fp16": fp16}).scaler == dzero.ScalerConfig(
+        init=4096.0, growth_interval=500, hysteresis=3, floor=2.0
+    )
+    fixed = translate({"fp16": {"enabled": True, "loss_scale": 128.0}}).scaler
+    assert fixed is not None
+    assert (fixed.init, fixed.floor) == (128.0, 128.0)
+
+
+REFUSED_TOGETHER = [
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled"),
+    ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "train_batch_size"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param.device"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+        "zero_optimization.offload_optimizer.nvme_path",
+    ),
+    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype"),
+    ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, "optimizer.params.momentum"),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "scheduler.params.total_num_steps"),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
+        "scheduler.params.cycle_momentum",
+    ),
+    ({"fp16": {"enabled": 1}}, "fp16.enabled"),
+    ({"gradient_clipping": -1}, "gradient_clipping"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+    ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+    ({"bf16": True}, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("config", "key"), REFUSED_TOGETHER)
+def test_values_that_do_not_fit_are_refused_by_their_key(config: dict[str, Any], key: str) -> None:
+    assert check_translated(config) == {key}
+
+
+def test_the_product_of_batch_sizes_is_checked_by_the_ranks() -> None:
+    config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    assert check_translated(config, ranks=8) == set()
+    assert check_translated(config, ranks=4) == {"train_batch_size"}
+    words = advise(translate({"train_batch_size": 64}, 8), 8).settings
+    assert {"train.microbatch_sequences=8", "train.accumulate=1"} <= {*words}
+
+
+UNREADABLE = [
+    (b"{", "JSONDecodeError"),
+    (b"", "JSONDecodeError"),
+    (b'{"a": 1, // remark\n}', "strict JSON"),
+    (b'{"fp16": {"enabled": true, "enabled": false}}', "twice"),
+    (b'{"gradient_clipping": NaN}', "NaN"),
+    (b'{"gradient_clipping": 1e999}', "not finite"),
+    (b'{"train_batch_size": 1' + b"0" * 5000 + b"}", "strict JSON"),
+    (b'{"train_batch_size": 1' + b"0" * 100 + b"}", "larger than any setting"),
+    (b'{"a": ' * 100_000, "Error"),
+    (b'{"a": ' * 50 + b"1" + b"}" * 50, "deeper"),
+    (b"[1, 2]", "a list, not a mapping"),
+    (b"\xff\xfe", "UnicodeDecodeError"),
+    (b'{"x": "' + b"a" * (1 << 20) + b'"}', "larger than"),
+]
+
+
+@pytest.mark.parametrize(("data", "told"), UNREADABLE, ids=[told for _, told in UNREADABLE])
+def test_what_is_no_configuration_is_refused_in_one_line(tmp_path: Path, data: bytes, told: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=told) as error:
+        read(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", ["missing.json", ".", "/dev/null", "eyJ0cmFpbl9iYXRjaF9zaXplIjogOH0="])
+def test_what_is_no_file_is_refused_in_one_line(given: str) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        read(given)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "dzero", "from-deepspeed", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_prints_three_ways_and_tells_by_its_exit_code(tmp_path: Path) -> None:
+    done = run(str(CORPUS["trainer_zero3_decay"]))
+    assert done.returncode == 0, done.stderr
+    for words in ("Taken", "Needless", "DzeroTrainer(", "dzero.shard(model, stage=3", "dzero train zero.stage=3"):
+        assert words in done.stdout
+    done = run(str(CORPUS["typo"]), "--json")
+    assert done.returncode == 3
+    assert {each["key"] for each in json.loads(done.stdout)["keys"]} == {*leaves(read(CORPUS["typo"]))}
+    done = run(str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = (
+        "import sys; import dzero.cli.from_deepspeed; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert "from-deepspeed" in command.MODULES
+
+
+EXTREMES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    10**18,
+    -(10**18),
+    1e-300,
+    1e300,
+    0.5,
+    "",
+    "auto",
+    "cpu",
+    "nvme",
+    "x\ny\0",
+    [],
+    {},
+]
+EXTREMES += [
+    [0.9, 0.999],
+    [1, "a"],
+    {"enabled": True},
+    {"enabled": "auto"},
+    "${oc.env:HOME}",
+    "/a'b",
+    "\ud800",
+    "AdamW",
+]
+
+
+def mutated(draw: random.Random, config: Any) -> Any:
+    """A configuration with a few keys dropped, renamed, moved or given another value."""
+    config = copy.deepcopy(config)
+    for _ in range(draw.randint(1, 4)):
+        places = [(config, key) for key in config]
+        places += [(each, key) for each in config.values() if isinstance(each, dict) for key in each]
+        for each in [node[key] for node, key in places if isinstance(node[key], dict)]:
+            places += [(each, key) for key in each]
+        if not places:
+            return config
+        node, key = draw.choice(places)
+        match draw.randint(0, 4):
+            case 0:
+                del node[key]
+            case 1:
+                node[key] = draw.choice(EXTREMES)
+            case 2:
+                node[f"{key}{draw.choice('xs_.=')}"] = node.pop(key)
+            case 3:
+                node[key] = {key: node[key]}
+            case _:
+                node[draw.choice([*TABLE]).rpartition(".")[2]] = draw.choice(EXTREMES)
+    return config
+
+
+def fuzz(seed: int, rounds: int, *, compose: bool) -> None:
+    draw, clean = random.Random(seed), 0
+    configs = [json.loads(path.read_text()) for path in CORPUS.values()]
+    for _ in range(rounds):
+        config = mutated(draw, draw.choice(configs))
+        try:
+            refused = check_translated(config, draw.choice([None, 1, 3, 8]), compose=compose)
+        except Exception as error:
+            error.add_note(json.dumps(config))
+            if not str(error).startswith("deepspeed={...}: "):
+                raise
+        else:
+            clean += not refused
+    assert clean > rounds / 20
+
+
+def test_a_changed_configuration_has_verdicts_and_no_traceback() -> None:
+    fuzz(1, 400, compose=False)
+
+
+@pytest.mark.slow
+def test_thousands_of_changed_configurations_have_verdicts_and_advice_that_is_accepted() -> None:
+    fuzz(2, 3000, compose=True)
