@@ -25,8 +25,8 @@ def keys() -> Iterator[str]:
     yield '`DzeroTrainer(deepspeed="ds_config.json")` follows the file itself. Both read this table.\n'
     yield "**taken**: dzero does it. **needless**: nothing is lost without it. **refused**: do the other thing.\n"
     yield "The file is strict JSON; hjson and base64, which DeepSpeed takes too, are not read. Exit code 0: every key"
-    yield "is taken or needless; 3: one is refused; 1: the file cannot be read. `--ranks N` checks batch sizes, `--json`"
-    yield "prints the same for programs.\n"
+    yield "is taken or needless; 3: one is refused; 1: the file cannot be read. `--ranks N` checks batch sizes, and"
+    yield "`--json` prints the same for programs.\n"
     sections: dict[str, list[str]] = {TOP: []}
     for key, row in TABLE.items():
         sections.setdefault(key.rpartition(".")[0] or TOP, []).append(_row(key, row))

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from dzero.integrations.deepspeed.advice import Advice, advise, as_code
+from dzero.integrations.deepspeed.advice import Advice, advise
 from dzero.integrations.deepspeed.config_keys import NEEDLESS, REFUSED, TAKEN
 from dzero.integrations.deepspeed.reading import read
 from dzero.integrations.deepspeed.translation import Translation, translate
 from dzero.integrations.deepspeed.verdicts import shown
+from dzero.integrations.deepspeed.words import as_code
 
 REFUSES = 3
 """Exit status if a key is refused."""
@@ -64,13 +65,13 @@ def lines(path: object, translation: Translation, advice: Advice) -> Iterator[st
     yield "1. With transformers (from dzero.integrations.transformers import DzeroTrainer)\n"
     yield f"  args = TrainingArguments({arguments})  # what you write here must agree with the file"
     yield f"  trainer = DzeroTrainer(model=model, args=args, train_dataset=data, deepspeed={str(path)!r})"
-    yield f"\n  or without the file: dzero={{{settings}}}\n"
+    yield f"\n  or without the file, by Trainer's own optimizer and schedule: dzero={{{settings}}}\n"
     yield "2. In a loop of your own (names in capitals are yours to choose)\n"
     if translation.schedule is not None:
         yield "  from dzero.integrations.deepspeed.schedules import Schedule"
     yield from (f"  {line}" for line in advice.loop)
     yield "\n3. With dzero train (--config-name finetune for a published model)\n"
-    yield f"  {advice.command}" if advice.settings else "  not possible: its schedules have no such form"
+    yield f"  {advice.command}" if advice.settings else "  not possible: it has no such schedule"
     for key, why in advice.yours.items():
         yield f"  {key} is yours to choose: {why}"
     if advice.notes:

@@ -9,6 +9,7 @@ that test_deepspeed_trainer.py compares with (DS_ACCELERATOR=cpu torchrun --npro
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def main() -> None:
             found.append(train(out / str(number), run))
         except (ValueError, TypeError) as error:
             found.append(str(error))
-    (out / "results.json").write_text(json.dumps(found))
+    if os.environ.get("RANK", "0") == "0":
+        (out / "results.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

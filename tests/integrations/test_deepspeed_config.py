@@ -26,6 +26,7 @@ from dzero.integrations.deepspeed.config_keys import NEEDLESS, REFUSED, SECTIONS
 from dzero.integrations.deepspeed.reading import read
 from dzero.integrations.deepspeed.schedules import Schedule
 from dzero.integrations.deepspeed.translation import translate
+from dzero.integrations.deepspeed.words import as_code
 from dzero.overrides import composed
 
 HERE = Path(__file__).parent
@@ -57,6 +58,7 @@ RESEARCH = {*REFUSES} - {"chat_actor_hybrid"}
 CHOSEN = {
     "train.steps": "10000000000",
     "train.microbatch_sequences": "1",
+    "train.accumulate": "2",
     "optim.lr": "1e-4",
     "optim.weight_decay": "0.0",
     "optim.max_norm": "1.0",
@@ -95,14 +97,10 @@ def check_translated(given: Any, ranks: int | None = None, *, compose: bool = Tr
         compile(line, "loop", "exec")
     if not found.refused:
         for value in found.shard.values():
-            assert eval(repr(value) if isinstance(value, str) else code_of(value)) == value
+            assert eval(as_code(value)) == value
     if compose and advice.settings and not found.refused:
         composed([*advice.settings, *(f"{key}={CHOSEN[key]}" for key in advice.yours)], CONF)
     return {each.key for each in found.refused}
-
-
-def code_of(value: Any) -> str:
-    return dzero.integrations.deepspeed.advice.as_code(value)
 
 
 @pytest.mark.parametrize("name", CORPUS)
@@ -292,6 +290,53 @@ def test_what_is_no_configuration_is_refused_in_one_line(tmp_path: Path, data: b
 def test_what_is_no_file_is_refused_in_one_line(given: str) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read(given)
+
+
+def test_the_lines_for_a_loop_run(tmp_path: Path) -> None:
+    names = {*CORPUS} - {*REFUSES, "hpz"}  # whose parts of 8 ranks one rank does not have
+    loops = ["\n".join(advise(translate(read(CORPUS[name]))).loop) for name in sorted(names)]
+    given = json.dumps(
+        [loop.replace("/scratch", str(tmp_path)).replace("/local_nvme", str(tmp_path)) for loop in loops]
+    )
+    done = subprocess.run([sys.executable, "-c", LOOPS], input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == len(loops) > 40
+
+
+OPEN = {
+    "LR": 1e-3,
+    "WEIGHT_DECAY": 0.1,
+    "BETAS": (0.9, 0.95),
+    "EPS": 1e-8,
+    "MAX_NORM": 1.0,
+    "MICROBATCHES": 2,
+    "WARMUP_NUM_STEPS": 2,
+    "TOTAL_NUM_STEPS": 9,
+    "WARMUP_MIN_LR": 0,
+    "WARMUP_MAX_LR": 1e-3,
+}
+LOOPS = f"""
+import json, sys, torch, dzero, torch.distributed as dist
+from dzero.integrations.deepspeed.schedules import Schedule
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+done = 0
+for loop in json.load(sys.stdin):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    names = dict(model=model, torch=torch, dzero=dzero, Schedule=Schedule, **{OPEN!r})
+    exec(loop, names)
+    sharded, optim = names["sharded"], names["optim"]
+    microbatches = int(loop.partition("microbatches=")[2].partition(")")[0].replace("MICROBATCHES", "2"))
+    for number in range(microbatches):
+        with sharded.microbatch(is_last=number == microbatches - 1):
+            inputs = torch.ones(2, 4, dtype=next(model.parameters()).dtype)
+            optim.scale_loss(model(inputs).float().square().mean()).backward()
+    optim.step()
+    if "rates" in names:
+        names["rates"].step()
+    assert optim.last_decision.finite
+    done += 1
+print(done)
+"""
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -40,8 +40,9 @@ REFUSED = [
 ]
 
 
-def run(folder: Path, runs: list[dict[str, Any]]) -> list[Any]:
-    line = [sys.executable, deepspeed_runs.__file__, str(folder), json.dumps(runs)]
+def run(folder: Path, runs: list[dict[str, Any]], ranks: int = 1) -> list[Any]:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    line = [sys.executable, *launch, deepspeed_runs.__file__, str(folder), json.dumps(runs)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[Any] = json.loads((folder / "results.json").read_text())
@@ -64,3 +65,18 @@ def test_losses_are_those_of_deepspeed_and_contradictions_are_refused(tmp_path: 
         assert isinstance(message, str), told
         assert told in message
         assert "\n" not in message
+
+
+@pytest.mark.full
+def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
+    runs = []
+    for case in RUNS.values():
+        states = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+        runs.append(
+            {
+                "args": {**case["args"], "per_device_train_batch_size": 2},
+                "deepspeed": {**case["deepspeed"], "zero_optimization": states},
+            }
+        )
+    for case, logs in zip(RUNS.values(), run(tmp_path, runs, ranks=2), strict=True):
+        assert [row["loss"] for row in logs] == pytest.approx(case["losses"], rel=2e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dzero.integrations.deepspeed.forms import AUTO
 from dzero.integrations.deepspeed.optimizers import Optimizer
 from dzero.integrations.deepspeed.schedules import Schedule
 from dzero.integrations.deepspeed.translation import Translation
+from dzero.integrations.deepspeed.words import as_code, preset_words, word_of, words_of
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig
 from dzero.zero.offload_config import OFFLOADS
 
@@ -52,127 +52,80 @@ def advise(translation: Translation, ranks: int | None = None) -> Advice:
     """
     given = {each.key for each in translation.verdicts}
     batch = batch_of(translation, ranks)
+    arguments, loop = _arguments(translation, batch, given), tuple(_loop(translation, batch))
+    notes = tuple(_notes(translation, batch))
+    if translation.schedule is not None and translation.schedule[0] not in KINDS:
+        return Advice(arguments, loop, (), {}, notes)
     yours: dict[str, str] = {}
-    notes: list[str] = []
-    states = [*_state_words(translation)]
-    rest = [
-        *_batch_words(translation, batch, yours),
-        *_optimizer_words(translation, yours, notes),
-        *_schedule_words(translation, yours, notes),
-    ]
-    if "gradient_clipping" not in given:
-        notes.append(
-            "gradient_clipping is not in the file: DeepSpeed 0.19.8 then clips at 1.0, and older versions do not"
-        )
-    if translation.precision is None:
-        yours["precision"] = "bf16 and fp16 are auto: bf16, fp16 or fp32"
-    can = translation.schedule is None or translation.schedule[0] in KINDS
-    arguments = _arguments(translation, batch, given)
-    loop = tuple(_loop(translation, batch))
-    return Advice(arguments, loop, tuple(states + rest) if can else (), yours if can else {}, tuple(notes))
+    words = (
+        *_state_words(translation, yours),
+        *_batch_words(batch, yours),
+        *_optimizer_words(translation, yours),
+        *_schedule_words(translation, yours),
+    )
+    return Advice(arguments, loop, words, yours, notes)
 
 
 def batch_of(translation: Translation, ranks: int | None) -> dict[str, int]:
-    """Return total, micro and accumulate as far as they follow from each other and `ranks`."""
+    """Return total, micro and accumulate as far as they follow from each other and `ranks`, as in DeepSpeed."""
     found = dict(translation.batch)
-    if "total" in found and "micro" not in found and ranks is not None:
-        found.setdefault("accumulate", 1)
-        found["micro"] = found["total"] // (found["accumulate"] * ranks)
-    elif {"total", "micro"} <= found.keys() and "accumulate" not in found and ranks is not None:
-        found["accumulate"] = found["total"] // (found["micro"] * ranks)
+    values = {each.key: each.value for each in translation.verdicts}
+    if AUTO not in (values.get("gradient_accumulation_steps"), values.get("train_micro_batch_size_per_gpu")):
+        if found and not {"total", "micro"} <= found.keys():
+            found.setdefault("accumulate", 1)
+        if "total" in found and ranks is not None:
+            found.setdefault("micro", found["total"] // (found.get("accumulate", 1) * ranks))
+            found.setdefault("accumulate", found["total"] // (found["micro"] * ranks))
     return found
 
 
-def as_code(value: Any) -> str:
-    """Return a setting as Python; of a config, the fields that differ from its defaults."""
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    default: Any = type(value)
-    fields = ", ".join(f"{key}={as_code(each)}" for key, each in _differing(value, default()))
-    return f"dzero.{type(value).__name__}({fields})"
-
-
-def _differing(value: Any, base: Any) -> Iterator[tuple[str, Any]]:
-    for each in dataclasses.fields(value):
-        if getattr(value, each.name) != getattr(base, each.name):
-            yield each.name, getattr(value, each.name)
-
-
-def _words(group: str, value: Any, base: Any) -> list[str]:
-    """Return settings of a command line for what differs between two configs of a group."""
-    words = []
-    for key, each in _differing(value, base):
-        if dataclasses.is_dataclass(each):
-            words += _words(f"{group}.{key}", each, getattr(base, key))
-        else:
-            words.append(f"{group}.{key}={_word(each)}")
-    return words
-
-
-def _word(value: Any) -> str:
-    """Return a value as Hydra reads it."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(repr(each) if isinstance(each, str) else _word(each) for each in value)}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_word(each)}' for key, each in value.items())}}}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _preset_words(group: str, value: Any, presets: Mapping[str, Any]) -> list[str]:
-    """Return the nearest preset of a group, and what differs from it."""
-    if isinstance(value, str):
-        return [f"{group}={value}"]
-    name = min(presets, key=lambda each: len(_words(group, value, presets[each])))
-    return [f"{group}={name}", *_words(group, value, presets[name])]
-
-
-def _state_words(translation: Translation) -> Iterator[str]:
+def _state_words(translation: Translation, yours: dict[str, str]) -> Iterator[str]:
     zero = translation.stage if isinstance(translation.stage, ZeroConfig) else ZeroConfig(stage=translation.stage)
     yield f"zero.stage={zero.stage}"
-    yield from (word for word in _words("zero", zero, ZeroConfig()) if not word.startswith("zero.stage="))
-    if translation.precision is not None:
-        yield from _preset_words("precision", translation.precision, PRECISIONS)
-    yield from _preset_words("offload", translation.offload, OFFLOADS)
+    yield from (word for word in words_of("zero", zero, ZeroConfig()) if not word.startswith("zero.stage="))
+    if translation.precision is None:
+        yours["precision"] = "bf16 and fp16 are auto: bf16, fp16 or fp32"
+    else:
+        yield from preset_words("precision", translation.precision, PRECISIONS)
+    yield from preset_words("offload", translation.offload, OFFLOADS)
     if translation.scaler is not None:
-        yield from _words("scaler", translation.scaler, type(translation.scaler)())
+        yield from words_of("scaler", translation.scaler, type(translation.scaler)())
 
 
-def _batch_words(translation: Translation, batch: Mapping[str, int], yours: dict[str, str]) -> Iterator[str]:
+def _batch_words(batch: Mapping[str, int], yours: dict[str, str]) -> Iterator[str]:
     if "total" in batch:
         yield f"train.global_sequences={batch['total']}"
     if "micro" in batch:
         yield f"train.microbatch_sequences={batch['micro']}"
-    elif "total" in batch:
-        yours["train.microbatch_sequences"] = "it follows from the number of ranks: give --ranks"
     else:
-        yours["train.microbatch_sequences"] = "the file leaves it open"
+        yours["train.microbatch_sequences"] = "the file leaves it open; --ranks=N finds it from train_batch_size"
     if "accumulate" in batch:
         yield f"train.accumulate={batch['accumulate']}"
-    elif {"total", "micro"} <= batch.keys():
+    elif "total" in batch:
         yield "train.accumulate=null"  # it follows from the total
+    else:
+        yours["train.accumulate"] = "the file leaves it open"
 
 
-def _optimizer_words(translation: Translation, yours: dict[str, str], notes: list[str]) -> Iterator[str]:
+def _optimizer_words(translation: Translation, yours: dict[str, str]) -> Iterator[str]:
     optimizer, peak = translation.optimizer, _peak(translation)
     if translation.max_norm == AUTO:
         yours["optim.max_norm"] = "gradient_clipping is auto"
     else:
-        yield f"optim.max_norm={_word(translation.max_norm)}"
+        yield f"optim.max_norm={word_of(translation.max_norm)}"
     if optimizer is None:
         yours |= dict.fromkeys(("optim.lr", "optim.weight_decay"), "the file has no optimizer")
         return
     options = {**optimizer.options, **({} if peak is None else {"lr": peak})}
     yours |= {f"optim.{key}": "it is auto" for key in optimizer.auto if key not in options}
     if optimizer.rule == "AdamW":
-        yield from (f"optim.{key}={_word(value)}" for key, value in options.items())
+        yield from (f"optim.{key}={word_of(value)}" for key, value in options.items())
     else:
         own = {key: value for key, value in options.items() if key not in ("lr", "weight_decay")}
         yield f"optim.rule={optimizer.rule}"
-        yield from (f"optim.{key}={_word(value)}" for key, value in options.items() if key not in own)
+        yield from (f"optim.{key}={word_of(value)}" for key, value in options.items() if key not in own)
         if own:
-            yield f"optim.options={_word(own)}"
-    if options.get("weight_decay") != 0:
-        notes.append("dzero train decays matrices only; DeepSpeed, DzeroTrainer and the loop decay every parameter")
+            yield f"optim.options={word_of(own)}"
 
 
 def _peak(translation: Translation) -> float | None:
@@ -187,14 +140,11 @@ def _peak(translation: Translation) -> float | None:
     return Schedule(kind, known, 0.0 if lr is None else float(lr)).peak
 
 
-def _schedule_words(translation: Translation, yours: dict[str, str], notes: list[str]) -> Iterator[str]:
+def _schedule_words(translation: Translation, yours: dict[str, str]) -> Iterator[str]:
     if translation.schedule is None:
         yours["schedule.kind"] = "the file has no scheduler, so the rate stays: schedule.kind=constant"
         return
     kind, params = translation.schedule
-    if kind not in KINDS:
-        notes.append("dzero train has no such schedule: take DzeroTrainer or the loop")
-        return
     yield f"schedule.kind={KINDS[kind]}"
     steps, total = params.get("warmup_num_steps", 1000), params.get("total_num_steps", AUTO)
     if steps == AUTO:
@@ -207,11 +157,32 @@ def _schedule_words(translation: Translation, yours: dict[str, str], notes: list
         yield f"train.steps={max(int(total), 0 if steps == AUTO else int(steps))}"
     if kind != "warmuplr":
         yield f"schedule.final={params.get('cos_min_ratio', 1e-4) if kind == 'warmupcosinelr' else 0.0}"
-    how = params.get("warmup_type", "log").lower()
-    notes.append(
-        f"dzero train warms up linearly, by (t + 1)/(steps + 1) at update t; this file rises by {how} from its least "
-        "rate, one update later; DzeroTrainer and the loop below do as the file says"
-    )
+
+
+def _notes(translation: Translation, batch: Mapping[str, int]) -> Iterator[str]:
+    """Yield what differs from DeepSpeed in numbers that the verdicts of single keys do not tell."""
+    values = {each.key: each.value for each in translation.verdicts}
+    optimizer, schedule = translation.optimizer, translation.schedule
+    if "gradient_clipping" not in values:
+        yield "gradient_clipping is not in the file: DeepSpeed 0.19.8 then clips at 1.0; DzeroTrainer by max_grad_norm"
+    if translation.precision in ("bf16", "fp16", None) and batch.get("accumulate") != 1:
+        yield "DeepSpeed adds microbatches in 16 bits unless data_types.grad_accum_dtype is fp32; dzero adds in fp32"
+    if translation.scaler is not None and translation.scaler.hysteresis > 1:
+        yield "a finite step refills the loss scale's hysteresis, as with consecutive_hysteresis"
+    if optimizer is not None and optimizer.rule == "AdamW" and str(values.get("optimizer.type")).lower() == "adam":
+        yield "Adam in the file is AdamW, as in DeepSpeed unless adam_w_mode is false"
+    if optimizer is not None and optimizer.options.get("weight_decay") != 0:
+        yield "dzero train decays matrices only; DeepSpeed, DzeroTrainer and the loop decay every parameter"
+    if schedule is None:
+        return
+    if schedule[0] not in KINDS:
+        yield "dzero train has no such schedule: take DzeroTrainer or the loop"
+    else:
+        how = "linearly" if schedule[1].get("warmup_type", "log").lower() == "linear" else "with the step's logarithm"
+        yield (
+            f"dzero train warms up by (t + 1)/(steps + 1) at update t; DeepSpeed rises {how}, one update later, as "
+            "DzeroTrainer and the loop do here"
+        )
 
 
 def _arguments(translation: Translation, batch: Mapping[str, int], given: set[str]) -> dict[str, Any]:
@@ -234,7 +205,7 @@ def _arguments(translation: Translation, batch: Mapping[str, int], given: set[st
 
 
 def _loop(translation: Translation, batch: Mapping[str, int]) -> Iterator[str]:
-    shard = {**translation.shard, "microbatches": batch.get("accumulate", 1)}
+    shard = {**translation.shard, "microbatches": batch.get("accumulate", AUTO)}
     yield f"sharded = dzero.shard(model, {_call(shard)})"
     optimizer, peak = translation.optimizer or Optimizer("AdamW", {}, ("lr", "weight_decay")), _peak(translation)
     options = {**optimizer.options, **dict.fromkeys(optimizer.auto, AUTO)}
