@@ -227,7 +227,10 @@ def test_the_loss_scale_is_that_of_the_file() -> None:
 REFUSED_TOGETHER = [
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled"),
     ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "train_batch_size"),
-    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param.device"),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "zero_optimization.offload_optimizer.ratio",
+    ),
     (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
         "zero_optimization.offload_optimizer.nvme_path",
@@ -250,6 +253,17 @@ REFUSED_TOGETHER = [
 @pytest.mark.parametrize(("config", "key"), REFUSED_TOGETHER)
 def test_values_that_do_not_fit_are_refused_by_their_key(config: dict[str, Any], key: str) -> None:
     assert check_translated(config) == {key}
+
+
+def test_what_deepspeed_does_not_read_is_needless() -> None:
+    zero = {"stage": 2, "offload_param": {"device": "nvme"}, "zero_hpz_partition_size": 8}
+    found = translate(read({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 2}, "zero_optimization": zero}))
+    idle = {"offload_param.device", "zero_hpz_partition_size"}
+    assert {each.key for each in found.verdicts if each.kind == NEEDLESS} == {
+        "fp16.hysteresis",
+        *(f"zero_optimization.{key}" for key in idle),
+    }
+    assert found.shard == {"stage": 2, "precision": "fp16", "offload": "none"}
 
 
 def test_the_product_of_batch_sizes_is_checked_by_the_ranks() -> None:

@@ -127,7 +127,7 @@ BATCH = {
     "fp32_allreduce": refused(FLAG, 'communication_data_type: "fp32"', False),
 }
 OPTIMIZER = {
-    "optimizer.type": taken(TEXT, "the optimizer: see the table of optimizers"),
+    "optimizer.type": taken(TEXT, "dzero.AdamW, or a class of torch.optim in dzero.TorchOptimizer; optim.rule"),
     "optimizer.legacy_fusion": needless(FLAG, "chooses among kernels of the same update"),
     **below(
         "optimizer.params",
@@ -328,7 +328,7 @@ OFFLOAD = {
         "zero_optimization.offload_optimizer",
         device=("device", taken(STAGE, "offload: masters, moments and gradients on the host, or on disk")),
         path=("nvme_path", taken(PATH, "offload.disk.paths")),
-        ratio=("ratio", taken(numbers(number(1.0)), "offload.master_fraction and the like (stage 3)")),
+        ratio=("ratio", taken(numbers(number(1.0)), "offload.master_fraction, moments_fraction and grad_fraction")),
         host=("pin_memory super_offload cpuadam_cores_perc buffer_count buffer_size fast_init", CPU),
         pipeline=("pipeline pipeline_read pipeline_write", needless(ANY, "transfers and updates always overlap")),
     ),

@@ -59,6 +59,7 @@ class TrainerConfig:
 
     def __init__(self, given: str | Path | Mapping[str, Any], args: Any) -> None:
         self._config = _filled(read(given), {name: value(args) for name, value in AT_START.items()})
+        self._lr = args.learning_rate
         param = "fp16" if args.fp16 else "bf16" if args.bf16 else None
         self.translation: Translation = translate(self._config, args.world_size, param)
         if refused := self.translation.refused:
@@ -80,7 +81,7 @@ class TrainerConfig:
             if "betas" in options:
                 options["betas"] = tuple(options["betas"])
         if self.translation.schedule is not None:
-            peak = Schedule(*self.translation.schedule, float(options["lr"])).peak
+            peak = Schedule(*self.translation.schedule, float(options.get("lr", self._lr))).peak
             options = {**options, "lr": peak}
         return rule, {**options, **({} if scaler is None else {"scaler": scaler})}, groups
 
@@ -95,7 +96,7 @@ class TrainerConfig:
         late = {"warmup_steps": max(1, args.get_warmup_steps(steps)), "num_training_steps": steps}
         translation = translate(_filled(self._config, late), args.world_size)
         assert translation.schedule is not None
-        lr = args.learning_rate if translation.optimizer is None else translation.optimizer.options["lr"]
+        lr = self._lr if translation.optimizer is None else translation.optimizer.options["lr"]
         return torch.optim.lr_scheduler.LambdaLR(optim, Schedule(*translation.schedule, float(lr)).factor())
 
 

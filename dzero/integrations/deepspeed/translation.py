@@ -8,12 +8,12 @@ A value that is "auto" stays open: it is the trainer's, or yours in a loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dzero.compatibility import ELEM_BYTES
-from dzero.integrations.deepspeed.config_keys import REFUSED, TAKEN
+from dzero.integrations.deepspeed.config_keys import NEEDLESS, REFUSED, TAKEN
 from dzero.integrations.deepspeed.forms import AUTO, FLOATS
 from dzero.integrations.deepspeed.optimizers import Optimizer, optimizer_of, schedule_of
 from dzero.integrations.deepspeed.verdicts import Conflict, Verdict, judge
@@ -25,6 +25,9 @@ from dzero.zero.offload_config import OFFLOADS, DiskConfig, OffloadConfig
 ZERO, OPTIM, PARAM = "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 PARAM_DTYPE, GRAD_DTYPE = "data_types.param_dtype", "data_types.grad_accum_dtype"
 SUM_DTYPE = "communication_data_type"
+OFFLOADING = (f"{ZERO}.offload_", f"{ZERO}.cpu_offload")
+STAGE_3 = (f"{PARAM}.", f"{ZERO}.cpu_offload_param", f"{ZERO}.zero_hpz_partition_size")
+DYNAMIC = tuple(f"fp16.{key}" for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"))
 TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
 PRESETS = {
     ("device", "device"): "none",
@@ -86,6 +89,9 @@ def translate(config: Mapping[str, Any], ranks: int | None = None, param: str | 
     """
     verdicts = [*judge(config)]
     values = {each.key: each.value for each in verdicts if each.kind == TAKEN}
+    idle = dict(_idle(values))
+    verdicts = [replace(each, kind=NEEDLESS, text=idle[each.key]) if each.key in idle else each for each in verdicts]
+    values = {key: value for key, value in values.items() if key not in idle}
     found: dict[str, Any] = {}
     against: dict[str, str] = {}
     for part in (_batch, _zero, _precision, _offload, optimizer_of, schedule_of):
@@ -98,6 +104,18 @@ def translate(config: Mapping[str, Any], ranks: int | None = None, param: str | 
             verdicts[number] = replace(each, kind=REFUSED, text=text)
     verdicts += [Verdict(key, None, REFUSED, text) for key, text in against.items()]
     return Translation(tuple(verdicts), **found)
+
+
+def _idle(v: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield keys that DeepSpeed does not read beside the other values, and why."""
+    stage = int(v.get(f"{ZERO}.stage", 0))
+    for key in v:
+        if stage == 0 and key.startswith(OFFLOADING):
+            yield key, "stage 0 offloads nothing"
+        elif stage != 3 and key.startswith(STAGE_3):
+            yield key, "read at stage 3 alone"
+        elif v.get("fp16.loss_scale") and key in DYNAMIC:
+            yield key, "the loss scale is fixed"
 
 
 def _batch(v: dict[str, Any], ranks: int | None, **_: Any) -> dict[str, Any]:
@@ -122,9 +140,7 @@ def _batch(v: dict[str, Any], ranks: int | None, **_: Any) -> dict[str, Any]:
 
 def _zero(v: dict[str, Any], **_: Any) -> dict[str, Any]:
     stage, part = int(v.get(f"{ZERO}.stage", 0)), int(v.get(f"{ZERO}.zero_hpz_partition_size", 1))
-    if part == 1 or stage != 3:  # DeepSpeed keeps a second partition at stage 3 alone
-        return {"stage": stage}
-    return {"stage": ZeroConfig(stage=3, reshard_after_forward=part)}
+    return {"stage": stage if part == 1 else ZeroConfig(stage=3, reshard_after_forward=part)}
 
 
 def _precision(v: dict[str, Any], param: str | None, **_: Any) -> dict[str, Any]:
@@ -170,15 +186,11 @@ def _scaler(v: dict[str, Any]) -> ScalerConfig:
 
 
 def _offload(v: dict[str, Any], **_: Any) -> dict[str, Any]:
-    stage = int(v.get(f"{ZERO}.stage", 0))
     legacy = {OPTIM: v.get(f"{ZERO}.cpu_offload"), PARAM: any(v.get(f"{ZERO}.cpu_offload_param{s}") for s in ("", "s"))}
-    tiers = {
-        each: TIERS["cpu" if legacy[each] else v.get(f"{each}.device", "none").lower()] if stage else "device"
-        for each in (OPTIM, PARAM)
-    }
-    if tiers[PARAM] != "device" and stage != 3:
-        raise Conflict(f"{PARAM}.device", 'parameters leave the device at stage 3 alone; "none", or stage 3')
-    ratio = float(v.get(f"{OPTIM}.ratio", 1.0)) if stage == 3 else 1.0
+    tiers = {each: TIERS["cpu" if legacy[each] else v.get(f"{each}.device", "none").lower()] for each in (OPTIM, PARAM)}
+    ratio = float(v.get(f"{OPTIM}.ratio", 1.0))
+    if ratio < 1.0 and v.get(f"{ZERO}.stage") != 3:
+        raise Conflict(f"{OPTIM}.ratio", "1.0, or stage 3")
     if tiers[OPTIM] == "device" or ratio == 0.0:
         tiers[OPTIM], ratio = ("device" if tiers[PARAM] == "device" else "host"), 1.0
     if ratio < 1.0 and tiers[PARAM] != "device":
