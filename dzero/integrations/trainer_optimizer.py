@@ -32,6 +32,9 @@ ADAMW_ONLY = {
 """Further settings of torch's AdamW, at the only values that dzero's has."""
 
 
+UNSET = object()
+
+
 @dataclass(frozen=True)
 class OptimizerRecipe:
     """An optimizer by names of parameters.
@@ -39,7 +42,7 @@ class OptimizerRecipe:
     Attributes:
         rule: Class of the optimizer.
         groups: Its parameter groups, with names in place of parameters.
-        settings: Arguments of the class; groups repeat them, and have other values for some.
+        settings: Arguments of the class, for groups that do not say otherwise.
     """
 
     rule: type[torch.optim.Optimizer]
@@ -66,7 +69,9 @@ class OptimizerRecipe:
                     "model.named_parameters(), and change no parameter afterwards"
                 )
             named = [names[param] for param in group["params"] if param.requires_grad]
-            groups.append({key: value for key, value in group.items() if key not in KERNELS} | {"params": named})
+            own = {key: value for key, value in group.items() if key not in KERNELS}
+            groups.append({key: value for key, value in own.items() if value != optimizer.defaults.get(key, UNSET)})
+            groups[-1]["params"] = named
         known = inspect.signature(type(optimizer)).parameters.keys() - {*KERNELS}
         settings = {key: value for key, value in optimizer.defaults.items() if key in known}
         return cls(type(optimizer), [group for group in groups if group["params"]], settings)

@@ -90,6 +90,8 @@ class DzeroMixin:
         self._deepspeed = None if deepspeed is None else TrainerConfig(deepspeed, trainer.args)
         if self._deepspeed is not None:
             self._shard_settings = self._deepspeed.settings
+            if trainer.optimizer is not None:
+                raise ValueError("deepspeed= and optimizers=: give the optimizer in the file or in TrainingArguments")
         trainer.place_model_on_device = False
         trainer.accelerator.backward = self._backward
 
@@ -149,7 +151,8 @@ class DzeroMixin:
         """Create the optimizer that `args.optim`, or a subclass of Trainer, makes, over the shards."""
         trainer: Any = self
         self._shard()
-        if trainer.optimizer is None:
+        given = trainer.optimizer
+        if given is None:
             super().create_optimizer(model)  # type: ignore[misc]  # of Trainer, behind this class
             if self._deepspeed is not None:
                 self._make_optimizer(self._deepspeed.optimizer(OptimizerRecipe.of(trainer.optimizer, trainer.model)))

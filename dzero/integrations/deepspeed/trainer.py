@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dzero.integrations.deepspeed.config_keys import TABLE
 from dzero.integrations.deepspeed.forms import AUTO
@@ -21,6 +20,7 @@ from dzero.integrations.deepspeed.reading import read
 from dzero.integrations.deepspeed.schedules import Schedule
 from dzero.integrations.deepspeed.translation import Translation, translate
 from dzero.integrations.deepspeed.verdicts import shown
+from dzero.integrations.trainer_optimizer import OptimizerRecipe
 
 Values = Mapping[str, Callable[[Any], Any]]
 AT_START: Values = {
@@ -70,20 +70,18 @@ class TrainerConfig:
         """Arguments of `dzero.shard`."""
         return self.translation.shard
 
-    def optimizer(
-        self, rule: Any, options: dict[str, Any], groups: list[dict[str, Any]]
-    ) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-        """Return class, arguments and groups of the optimizer: those of the file if it has one, else the given ones."""
+    def optimizer(self, recipe: OptimizerRecipe) -> OptimizerRecipe:
+        """Return the optimizer of the file if it has one, else `recipe`; with the file's loss scale and first rate."""
         found, scaler = self.translation.optimizer, self.translation.scaler
+        rule, groups, settings = recipe.rule, recipe.groups, dict(recipe.settings)
         if found is not None:
-            params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
-            rule, options, groups = getattr(torch.optim, found.rule), dict(found.options), [{"params": params}]
-            if "betas" in options:
-                options["betas"] = tuple(options["betas"])
+            rule, settings = getattr(torch.optim, found.rule), dict(found.options)
+            groups = [{"params": [name for group in groups for name in group["params"]]}]
+            if "betas" in settings:
+                settings["betas"] = tuple(settings["betas"])
         if self.translation.schedule is not None:
-            peak = Schedule(*self.translation.schedule, float(options.get("lr", self._lr))).peak
-            options = {**options, "lr": peak}
-        return rule, {**options, **({} if scaler is None else {"scaler": scaler})}, groups
+            settings["lr"] = Schedule(*self.translation.schedule, float(settings.get("lr", self._lr))).peak
+        return OptimizerRecipe(rule, groups, settings if scaler is None else {**settings, "scaler": scaler})
 
     def scheduler(self, optim: Any, steps: int, args: Any) -> Any | None:
         """Return the schedule of the file over a run of `steps`; None if it has none.
