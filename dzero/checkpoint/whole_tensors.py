@@ -51,6 +51,7 @@ class WholeTensors:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.trained: list[str] = []
+        self._scalars: set[str] = set()
         self._senders: dict[str, list[tuple[int, list[Box]]]] = {}
         for of_rank in every:
             for name, told in of_rank["tensors"].items():
@@ -58,6 +59,7 @@ class WholeTensors:
                 if first:
                     self._shapes[name], self.dtypes[name] = tuple(told["shape"]), DTYPES[told["dtype"]]
                     self.trained += [name] if told["trained"] else []
+                    self._scalars |= {name} if told["scalar"] else set()
                 if told["boxes"] and (first or not told["alike"]):
                     boxes = [Box(tuple(offset), tuple(size)) for offset, size in told["boxes"]]
                     self._senders.setdefault(name, []).append((of_rank["rank"], boxes))
@@ -67,7 +69,9 @@ class WholeTensors:
 
     def readable(self) -> dict[str, Readable]:
         """Return the tensors as a receiver reads them, by name."""
-        return {name: _Whole(self, name, shape) for name, shape in self._shapes.items()}
+        return {
+            name: _Whole(self, name, () if name in self._scalars else shape) for name, shape in self._shapes.items()
+        }
 
     def expect(self, groups: Iterable[tuple[str, ...]]) -> None:
         """Set the order: that of `groups`, the names of the tensors that are read together; the same on all ranks."""
@@ -173,10 +177,10 @@ class _Whole:
 
     def read(self, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         box = tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
-        return self.tensors.whole(self.where)[box]
+        return self()[box]
 
     def __call__(self) -> torch.Tensor:
-        return self.tensors.whole(self.where)
+        return self.tensors.whole(self.where).view(self.shape)  # which differs without dimensions alone
 
 
 def _described(sharded: Sharded, own: dict[str, list[torch.Tensor | ShardBox]]) -> dict[str, Any]:
@@ -188,10 +192,8 @@ def _described(sharded: Sharded, own: dict[str, list[torch.Tensor | ShardBox]]) 
     aliases = {} if sharded.stages is None else sharded.stages.aliases
     told: dict[str, Any] = {}
 
-    def add(name: str, dtype: torch.dtype, shape: Sequence[int], boxes: list[Box], trained: bool, alike: bool) -> None:
-        described = told.setdefault(
-            name, {"shape": [*shape], "dtype": NAMES[dtype], "trained": trained, "alike": alike, "boxes": []}
-        )
+    def add(name: str, dtype: torch.dtype, shape: Sequence[int], boxes: list[Box], **flags: bool) -> None:
+        described = told.setdefault(name, {"shape": [*shape], "dtype": NAMES[dtype], "boxes": [], **flags})
         described["boxes"] += [[box.offset, box.size] for box in boxes]
 
     first_names = {name for name, _ in model.named_parameters()}
@@ -201,13 +203,22 @@ def _described(sharded: Sharded, own: dict[str, list[torch.Tensor | ShardBox]]) 
         if place is None or name not in first_names:
             continue
         boxes = [*place.boxes] if place.saves and place.elems else []
-        add(place.name, local_of(param).dtype, place.shape, boxes, param.requires_grad, alike=False)
+        flags = {"trained": param.requires_grad, "alike": False, "scalar": name in sharded.scalars}
+        add(place.name, local_of(param).dtype, place.shape, boxes, **flags)
         if boxes:
             own.setdefault(place.name, []).append(place)
     for name, tensor in model.state_dict().items():
         alone = name not in params or (name in first_names and not tensor.is_floating_point())
         if alone and name not in told and isinstance(tensor, torch.Tensor) and tensor.dtype in NAMES:
-            add(name, tensor.dtype, tensor.shape, [Box.whole(tuple(tensor.shape))], trained=False, alike=True)
+            add(
+                name,
+                tensor.dtype,
+                tensor.shape,
+                [Box.whole(tuple(tensor.shape))],
+                trained=False,
+                alike=True,
+                scalar=False,
+            )
             own[name] = [tensor]
     return {"rank": dist.get_rank(), "tensors": told}
 

@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.save_pretrained import save_pretrained
+from dzero.checkpoint.weights import weights
 from dzero.errors import import_optional
 from dzero.integrations.deepspeed.trainer import TrainerConfig
 from dzero.integrations.trainer_optimizer import OptimizerRecipe, Skips
@@ -276,8 +276,10 @@ class DzeroMixin:
     def _save_whole(self, folder: Path) -> None:
         """Write the state dict of a model that is not of transformers, whole on the first rank's host."""
         trainer: Any = self
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(trainer.model, options=options)
+        state = {}
+        for name, tensor in weights(self._shard()):
+            if trainer.args.should_save:
+                state[name] = tensor.cpu()
         if trainer.args.should_save:
             folder.mkdir()
             save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

@@ -35,6 +35,17 @@ def widen(model: nn.Module) -> Places:
     return {*found}
 
 
+def names_of(model: nn.Module, scalars: Places) -> frozenset[str]:
+    """Return all names in `model` of the parameters at `scalars`."""
+    named = [
+        (name, *each)
+        for name, module in model.named_modules(remove_duplicate=False)
+        for each in scalars
+        if each[0] is module
+    ]
+    return frozenset(f"{name}.{attribute}" if name else attribute for name, _, attribute in named)
+
+
 def narrow_in_forward(unit: Unit, scalars: Places) -> None:
     """Make FSDP2 gather the parameters at `scalars` without dimensions; call this once, when the unit is sharded."""
     if scalars:

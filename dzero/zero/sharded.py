@@ -54,6 +54,7 @@ class Sharded:
         loans: Reduced buffers that other streams still read.
         stages: Pipeline stages on this rank, each a root of FSDP2; None without a pipeline.
         names: Names of the parameters of all pipeline stages.
+        scalars: Names of the parameters without dimensions, whose shards have one.
         claims: Names of the parameters that each optimizer updates, by its claimant, for the optimizer's lifetime.
         holders: Optimizers of the model, for their lifetime.
         is_last: Whether the current microbatch is the last of its step.
@@ -74,6 +75,7 @@ class Sharded:
         self.loans = loans
         self.model_groups, self.stages = model_groups, stages
         self.names = tuple(name for name, _ in model.named_parameters()) if stages is None else stages.names
+        self.scalars: frozenset[str] = frozenset()
         self.context: ContextParallel | None = None
         self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
         self.holders: WeakSet[StateHolder] = WeakSet()

@@ -53,7 +53,7 @@ from dzero.zero.offloaded_state_dicts import hook_state_dicts
 from dzero.zero.partial_scalars import watch_numbers
 from dzero.zero.reduce_buffers import reduce_whole
 from dzero.zero.replica_shards import ReplicaShards
-from dzero.zero.scalar_params import Places, narrow_in_forward
+from dzero.zero.scalar_params import Places, names_of, narrow_in_forward
 from dzero.zero.sharded import Sharded
 from dzero.zero.split_rules import check_experts, check_frozen, check_splits, check_tables
 from dzero.zero.tiers import names_off_device
@@ -148,9 +148,11 @@ class Sharder:
         watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
         for unit in units:
             unit.watch()
-        return Sharded(
+        sharded = Sharded(
             self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.loans, self.stages
         )
+        sharded.scalars = names_of(self.model, self.scalars)
+        return sharded
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[ParamSlot]) -> Unit:
         """Initialize one unit, round it to the working dtype, shard it, and set FSDP2's switches."""

@@ -93,6 +93,23 @@ def test_peft_loads_the_adapters_of_a_loop_of_ones_own(pool: Pool, tmp_path: Pat
     assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
 
 
+def temperature(rank: int, ranks: int, folder: Path) -> None:
+    """Save a model of transformers that has a parameter without dimensions."""
+    part = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**part, "vocab_size": 8, "bos_token_id": 0, "eos_token_id": 1}
+    config = transformers.CLIPConfig(text_config=text, vision_config={**part, "image_size": 8, "patch_size": 4})
+    sharded = dzero.shard(transformers.CLIPModel(config), stage=3, precision="fp32")
+    assert dict(dzero.weights(sharded))["logit_scale"].shape == ()
+    dzero.save_pretrained(sharded, folder / "out")
+    with pytest.raises(RuntimeError, match=r"has only this rank's shards: call dzero.save_pretrained"):
+        sharded.model.save_pretrained(folder / "own")
+
+
+def test_a_parameter_without_dimensions_is_written_without(pool: Pool, tmp_path: Path) -> None:
+    pool.run(temperature, 2, tmp_path)
+    assert transformers.CLIPModel.from_pretrained(tmp_path / "out").logit_scale.item() == pytest.approx(2.6592)
+
+
 def own_checkpoint(rank: int, ranks: int, folder: Path) -> None:
     sharded, optim = trained("llama")
     with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
