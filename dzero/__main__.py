@@ -29,6 +29,7 @@ MODULES = {
     "hardware": "machine",
     "disk-bench": "machine",
     "from-deepspeed": "from_deepspeed",
+    "import-deepspeed": "import_deepspeed",
 }
 """Module in `dzero/cli` of each command that is not in one of its own name."""
 
@@ -112,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     _inspect(commands.add_parser("inspect", help="show what is in a checkpoint, or in a folder of them"))
     _export(commands.add_parser("export", help="write a checkpoint as safetensors that transformers loads"))
     _from_deepspeed(commands.add_parser("from-deepspeed", help="translate a DeepSpeed configuration, key by key"))
+    _import_deepspeed(
+        commands.add_parser("import-deepspeed", help="turn a checkpoint of DeepSpeed into one that runs resume from")
+    )
     _hardware(commands.add_parser("hardware", help="measure this machine once, for predictions"))
     _disk_bench(commands.add_parser("disk-bench", help="measure scratch disks, and find the settings that suit them"))
     return parser
@@ -167,6 +171,15 @@ def _from_deepspeed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help=told)
     parser.add_argument("--ranks", type=_whole, help="processes that train, by which batch sizes are checked")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
+
+
+def _import_deepspeed(parser: argparse.ArgumentParser) -> None:
+    folder = "a universal checkpoint, as DeepSpeed's ds_to_universal writes it, or the weights of its zero_to_fp32"
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help=folder)
+    parser.add_argument("target", type=Path, metavar="TARGET", help="a new folder of checkpoints")
+    model = "folder with config.json, for a run of model=hf; without it, parameters keep their names"
+    parser.add_argument("--model", metavar="FOLDER", help=model)
+    parser.add_argument("--step", type=_whole, help="step of the checkpoint; default: that of the run of DeepSpeed")
 
 
 def _hardware(parser: argparse.ArgumentParser) -> None:
