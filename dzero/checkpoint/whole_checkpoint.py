@@ -26,6 +26,8 @@ from dzero.checkpoint.writer import ShardWriter
 from dzero.models.tensor_views import Readable
 
 BUFFERS = 4
+IMPORTED = "imported"
+"""Key in a checkpoint's `extra` of what another library saved beside its states; a run of dzero has none."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.manifest_types import check_extra
 from dzero.checkpoint.selection import HELD_OUT, held_out_loss, step_of
 from dzero.checkpoint.store import manifest_at
+from dzero.checkpoint.whole_checkpoint import IMPORTED
 from dzero.config import RunConfig
 from dzero.data.stream import SequenceStream
 from dzero.errors import RankLost
@@ -102,6 +103,8 @@ class RunCheckpoints:
             return 0
         for note in resumed.notes:  # immediately, and on stderr, which schedulers mail
             print(f"WARNING: {note}", file=sys.stderr, flush=True)
+        if IMPORTED in resumed.extra:
+            return self._continue_imported(resumed)
         if missing := sorted({"stream", "step_sequences", "config"} - resumed.extra.keys()):
             raise CheckpointError(str(resumed.path), f"it lacks {', '.join(missing)}: it was not saved by train.py")
         check_extra(str(resumed.path / MANIFEST), resumed.extra)
@@ -116,6 +119,17 @@ class RunCheckpoints:
             self.notes.append("resume: other ranks than those that saved; random generators start afresh (dropout)")
         else:
             self._set_generators(resumed.path, resumed.local)
+        return resumed.step
+
+    def _continue_imported(self, resumed: Resumed) -> int:
+        """Continue a run of another library: after its steps, with the schedule and the data of this run."""
+        self.notes += [
+            *resumed.notes,
+            f"resumed from {resumed.path}, which was imported after step {resumed.step}: settings, schedule and data are "
+            "those of this run, whose data continue where its own steps would have left off",
+        ]
+        self._stream.samples = resumed.step * self._config.train.sequences(self._readers)
+        self._set_steps(resumed.step)
         return resumed.step
 
     def after(self, step: int, monitor: Monitor, *, stop: bool) -> bool:

@@ -32,16 +32,14 @@ def fitted(states: DeepSpeedStates, model: nn.Module) -> DeepSpeedStates:
         if is_persistent(module, name)
     }
     all_of_it = {**states.masters, **states.others}
-    found = _by_own_names(model, all_of_it)
+    converts = not _has_all_names(model, all_of_it)
+    found, used = _by_own_names(model, all_of_it, converts)
     if missing := sorted((params.keys() | buffers.keys()) - found.keys()):
         raise ValueError(f"{where}: {missing[0]} of the model is not in it, with {len(missing) - 1} others")
     for name, tensor in {**params, **buffers}.items():
         if tuple(found[name].shape) != tuple(tensor.shape):
             at, theirs, ours = found[name].where, [*found[name].shape], [*tensor.shape]
             raise ValueError(f"{at} is {theirs}, {name} of the model is {ours}: it is of another model")
-    used = {stored for name in (params.keys() | buffers.keys()) for stored in found[name].stored}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - params.keys()
-    used |= {stored for name in tied if name in found for stored in found[name].stored}
     if unused := sorted(states.masters.keys() - used):
         raise ValueError(f"{where}: the model has no place for {unused[0]}, and {len(unused) - 1} others")
     trained = {name for name in params if states.masters.keys() >= {*found[name].stored}}
@@ -55,7 +53,7 @@ def fitted(states: DeepSpeedStates, model: nn.Module) -> DeepSpeedStates:
         states,
         masters={name: found[name] for name in params if name in trained},
         moments={
-            key: {name: tensor for name, tensor in _by_own_names(model, of_key).items() if name in trained}
+            key: {name: tensor for name, tensor in _by_own_names(model, of_key, converts)[0].items() if name in trained}
             for key, of_key in states.moments.items()
         },
         others={name: found[name] for name in (*params, *buffers) if name not in trained},
@@ -67,20 +65,32 @@ def fitted(states: DeepSpeedStates, model: nn.Module) -> DeepSpeedStates:
     )
 
 
-def _by_own_names(model: nn.Module, stored: Mapping[str, Readable]) -> dict[str, Readable]:
-    """Return tensors by the first name that `model` has for each; those of another layout are converted."""
-    inner: Any = model.model if isinstance(model, HFDecoder) else model
+def _names(model: nn.Module) -> list[dict[str, str]]:
+    """Return the names of each parameter and persistent buffer, and by each the name in a published folder."""
     kind = "hf" if isinstance(model, HFDecoder) else "llama" if isinstance(model, Llama) else "bare"
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[str, str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    published = {name: published_name(kind, name) for of_tensor in names.values() for name in of_tensor}
-    here: Mapping[str, Readable] = stored
-    whole = all(any(published[name] in stored for name in of_tensor) for of_tensor in names.values())
-    if not whole and type(inner).__module__.startswith(MODELS):
-        here = as_loaded(inner, stored)
-    found = {}
-    for of_tensor in names.values():
-        if known := [name for name in of_tensor if published[name] in here]:
-            found[of_tensor[0]] = here[published[known[0]]]
-    return found
+        names.setdefault(id(tensor), {})[name] = published_name(kind, name)
+    return [*names.values()]
+
+
+def _has_all_names(model: nn.Module, stored: Mapping[str, Readable]) -> bool:
+    return all(any(published in stored for published in names.values()) for names in _names(model))
+
+
+def _by_own_names(
+    model: nn.Module, stored: Mapping[str, Readable], converts: bool
+) -> tuple[dict[str, Readable], set[str]]:
+    """Return tensors by the first name that `model` has for each, and the names of those `stored` that it takes.
+
+    With `converts`, they may be in another layout of a model of transformers.
+    """
+    inner: Any = model.model if isinstance(model, HFDecoder) else model
+    converts = converts and any(each.__module__.startswith(MODELS) for each in type(inner).__mro__)
+    here = as_loaded(inner, stored) if converts else stored
+    found, used = dict[str, Readable](), set[str]()
+    for names in _names(model):
+        if known := [here[published] for published in names.values() if published in here]:
+            found[next(iter(names))] = known[0]
+            used.update(name for tensor in known for name in tensor.stored)
+    return found, used

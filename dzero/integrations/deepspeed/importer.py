@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.checkpoint.export_hf import MODEL
 from dzero.checkpoint.format import BUFFER, MASTER, PARAM, StoredBox
 from dzero.checkpoint.store import Directory
-from dzero.checkpoint.whole_checkpoint import WholeTensor, write_checkpoint
+from dzero.checkpoint.whole_checkpoint import IMPORTED, WholeTensor, write_checkpoint
 from dzero.integrations.deepspeed.consolidated import WEIGHTS, read_weights
 from dzero.integrations.deepspeed.fitting import fitted
 from dzero.integrations.deepspeed.states import MOMENTS, DeepSpeedStates
@@ -29,8 +30,8 @@ from dzero.integrations.deepspeed.torch_files import TorchFiles
 from dzero.integrations.deepspeed.universal import ZERO, read_universal
 from dzero.models.published import describe
 
-IMPORTED, SCHEDULE, MODEL = "imported", "schedule", "model"
-"""Keys of a checkpoint's `extra`."""
+SCHEDULE = "schedule"
+"""Key of a checkpoint's `extra` for the state of a schedule of torch, as `DzeroTrainer` reads it."""
 LATEST_UNIVERSAL, LATEST = "latest_universal", "latest"
 MOST_TAG_BYTES = 4096
 UNCONVERTED = "_optim_states.pt"
@@ -128,9 +129,9 @@ def _read(folder: Path, files: TorchFiles) -> DeepSpeedStates:
     inner = _tagged(folder, LATEST) if os.path.lexists(folder / LATEST) else folder
     if inner.is_dir() and any(name.endswith(UNCONVERTED) for name in os.listdir(inner)):
         raise ValueError(
-            f"{inner}: a checkpoint of DeepSpeed that is not converted: run `python -m "
-            f"deepspeed.checkpoint.ds_to_universal --input_folder {inner} --output_folder {inner}_universal` where "
-            "DeepSpeed is installed, and import that folder"
+            f"{inner}: a checkpoint of DeepSpeed that is not converted: where DeepSpeed is installed, run `python -m "
+            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {inner} --output_folder "
+            f"{inner}_universal`, and import {inner}_universal"
         )
     raise ValueError(
         f"{folder}: neither a universal checkpoint of DeepSpeed ({ZERO}/ beside mp_rank_00_model_states.pt) nor one of "

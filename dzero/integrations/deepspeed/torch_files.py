@@ -51,7 +51,8 @@ SECONDS, BYTES_PER_SECOND = 30, 50_000_000
 """Processor time for a file, and what it may take more for its bytes."""
 MEMORY_BYTES = 2 << 30
 """Memory for a file besides three times its own size."""
-MOST_PLAIN_BYTES = 256 << 20
+MOST_VALUES, MOST_PLAIN_BYTES = 5_000_000, 256 << 20
+"""Plain values of a file, and their bytes as JSON; few bytes of a pickle can stand for any number."""
 ZIP = b"PK\x03\x04"
 SAYS = re.compile(r"Unsupported (?:global|class|function)\W+(?:GLOBAL )?([\w.]+)|GLOBAL ([\w.]+)")
 
@@ -205,13 +206,16 @@ class _Contents:
     """Plain values and tensors of an opened file of `file_bytes`."""
 
     def __init__(self, value: Any, file_bytes: int) -> None:
-        self._file_bytes = file_bytes
+        self._file_bytes, self._values = file_bytes, 0
         self.tensors: list[Tensor] = []
         self.told: list[tuple[list[str], str, list[int]]] = []
         self.plain = self._plain(value, [])
 
     def _plain(self, value: Any, keys: list[str]) -> Any:
         """Return the plain values in `value` as JSON; tensors go to the list, those of one number to the values too."""
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} plain values")
         if isinstance(value, Tensor):
             self._add(value, keys)
             return value.item() if value.numel() == 1 and not value.is_complex() else None
@@ -245,7 +249,10 @@ def _why(error: Exception) -> str:
     if (found := SAYS.search(str(error))) is not None:
         named = found[1] or found[2]
         return f"it names {named}, and only tensors and plain values are read: nothing of it was run"
-    return f"no file of tensors that torch.save wrote whole ({in_short(error)})"
+    # torch's own message advises to load the file without the check.
+    _, found_error, detail = str(error).partition("WeightsUnpickler error: ")
+    why = " ".join(detail.partition("\n")[0].split()) if found_error else in_short(error)
+    return f"no file of tensors that torch.save wrote whole ({why})"
 
 
 def _limit(what: int, value: int) -> None:

@@ -1,0 +1,44 @@
+"""A loop of one's own that resumes from an imported checkpoint, on the ranks of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from with_deepspeed.tiny_llama import BETAS, DECAY, LR, SAVED, STEPS, batch, config
+
+import dzero
+
+
+def resumed_run(rank: int, ranks: int, folder: str, stage: int, offload: str, rates: list[float]) -> dict[str, Any]:
+    """Resume, and train as DeepSpeed went on, with its learning rates; losses, and on rank 0 the parameters."""
+    torch.manual_seed(1)  # other values than those of the checkpoint
+    model = transformers.LlamaForCausalLM(config())
+    sharded = dzero.shard(model, stage=stage, precision="fp32", offload=offload)
+    params = [*sharded.named_params().values()]
+    groups = [
+        {"params": [p for p in params if (p.ndim >= 2) is matrices], "weight_decay": decay}
+        for matrices, decay in ((True, DECAY), (False, 0.0))
+    ]
+    optim = dzero.AdamW(sharded, groups, lr=LR, betas=BETAS)
+    with dzero.Checkpointer(dzero.CheckpointConfig(folder=folder), sharded, optim) as checkpoints:
+        resumed = checkpoints.resume("auto")
+    assert resumed is not None
+    losses = []
+    for step in range(SAVED, STEPS):
+        for group in optim.param_groups:
+            group["lr"] = rates[step - SAVED]
+        tokens = batch(step, rank, ranks)
+        with sharded.microbatch(is_last=True):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        optim.step()
+        optim.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / ranks)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {"rank": rank, "losses": losses, "params": whole, "step": resumed.step, "extra": resumed.extra}

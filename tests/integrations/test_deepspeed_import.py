@@ -1,0 +1,306 @@
+"""`dzero import-deepspeed`: a run of DeepSpeed goes on here as it went on there; damaged and hostile folders do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_runs import resumed_run
+from pool import Pool
+from safetensors.torch import load_file, save_file
+
+from dzero.__main__ import main
+from dzero.checkpoint.checkpointer import Checkpoint
+from dzero.integrations.deepspeed.importer import import_deepspeed
+
+transformers = pytest.importorskip("transformers")
+from with_deepspeed.tiny_llama import SAVED, config  # noqa: E402  # needs transformers
+
+MADE = Path(__file__).parent / "with_deepspeed"
+"""Folders that DeepSpeed wrote (with_deepspeed/train_with_deepspeed.py)."""
+NORM = "zero/model.norm.weight"
+
+
+@pytest.mark.parametrize(("made", "stage", "offload", "ranks"), [("zero2", 3, "none", 2), ("zero3", 1, "host", 2)])
+def test_a_run_goes_on_as_with_deepspeed(
+    made: str, stage: int, offload: str, ranks: int, tmp_path: Path, pool: Pool
+) -> None:
+    facts = json.loads((MADE / made / "facts.json").read_text())
+    path = import_deepspeed(MADE / made / "universal", tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints" / f"step_{SAVED:08d}"
+    for found in pool.run(resumed_run, ranks, str(path.parent), stage, offload, facts["rates"]):
+        assert found["step"] == SAVED
+        assert found["extra"]["imported"]["lr"] == [facts["rates"][0]] * 2, "the next rate of both groups"
+        assert found["losses"] == pytest.approx(facts["losses"], rel=0, abs=1e-5)
+        if found["rank"] == 0:
+            wanted = load_file(MADE / made / "facts.safetensors")
+            assert wanted.keys() <= found["params"].keys()
+            for name, want in wanted.items():
+                torch.testing.assert_close(found["params"][name], want, rtol=0, atol=1e-5)
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(path) as checkpoint:
+        return {name: checkpoint.read(name, checkpoint.parts(name)[0][2].box) for name in sorted(checkpoint.names)}
+
+
+def test_states_are_those_of_the_files_to_the_bit(tmp_path: Path) -> None:
+    found = stored(import_deepspeed(MADE / "zero2" / "universal", tmp_path / "out"))
+    for folder in (MADE / "zero2" / "universal" / "zero").iterdir():
+        if folder.is_dir() and folder.name != "lm_head.weight":  # tied to the embedding
+            for key, file in (("master", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+                want = torch.load(folder / f"{file}.pt", weights_only=True)["param"]
+                assert torch.equal(found.pop(f"{key}.{folder.name}"), want)
+    assert found == {}
+    with Checkpoint(tmp_path / "out" / f"step_{SAVED:08d}") as checkpoint:
+        optim = checkpoint.manifest.state["optim"]
+    assert {state["step"] for state in optim["states"].values()} == {SAVED}
+    assert [group["weight_decay"] for group in optim["groups"]] == [0.01, 0.0]
+
+
+def save_config(folder: Path, settings: Any) -> str:
+    settings.architectures = [f"{type(settings).__name__.removesuffix('Config')}ForCausalLM"]
+    settings.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_names_parameters_for_a_run_of_model_hf(tmp_path: Path, capsys: Any) -> None:
+    model = save_config(tmp_path / "model", config())
+    command(MADE / "zero3" / "universal", tmp_path / "out", "--model", model, "--step", "40")
+    told = capsys.readouterr().out
+    assert "step_00000040: 11 trained parameters" in told
+    assert f"moments after {SAVED} updates; the learning rate of the next step was 0.00945946" in told
+    plain = stored(import_deepspeed(MADE / "zero3" / "universal", tmp_path / "plain"))
+    found = stored(tmp_path / "out" / "step_00000040")
+    assert {name.replace(".model.", ".", 1): value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in plain.items()
+    }
+
+
+def test_experts_of_an_older_layout_become_those_of_the_model(tmp_path: Path) -> None:
+    """One tensor per expert, as transformers kept them before it fused them; moments follow in the same way."""
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    model.save_pretrained(tmp_path / "published")
+    old = load_file(tmp_path / "published" / "model.safetensors")
+    assert any(".experts.1.w2" in name for name in old)
+    write_universal(tmp_path / "old", old)
+    found = stored(import_deepspeed(tmp_path / "old", tmp_path / "out", model))
+    for name, param in model.named_parameters():
+        for key, factor in (("master", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
+            assert torch.equal(found.pop(f"{key}.{name}"), param.detach() * factor)
+    assert found == {}
+
+
+def write_universal(folder: Path, params: dict[str, torch.Tensor], **told: Any) -> None:
+    """Write what DeepSpeed writes at stage 2; moments are 2 and 3 times the parameters."""
+    for name, param in params.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for file, factor in (("fp32", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
+            torch.save({"cat_dim": 0, "param": param * factor}, folder / "zero" / name / f"{file}.pt")
+        torch.save(torch.tensor(6.0), folder / "zero" / name / "step.pt")
+    states = {"param_shapes": [{name: param.shape for name, param in params.items()}], "module": params}
+    torch.save({**states, "global_steps": 6, "skipped_steps": 0, **told}, folder / "mp_rank_00_model_states.pt")
+    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
+
+
+def test_weights_of_zero_to_fp32_start_without_moments(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(config())
+    (tmp_path / "bin").mkdir()
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "safe").mkdir()
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    save_file(weights, tmp_path / "safe" / "model.safetensors")
+    for folder in ("bin", "safe"):
+        found = stored(import_deepspeed(tmp_path / folder, tmp_path / f"out {folder}", model))
+        for name, param in weights.items():
+            assert torch.equal(found[f"master.{name}"], param)
+            assert not found[f"exp_avg.{name}"].any()
+            assert not found[f"exp_avg_sq.{name}"].any()
+        assert len(found) == 3 * len(weights)
+
+
+class Code:
+    """Leaves a file behind where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["LEFT_BEHIND"],)
+
+
+def endless() -> bytes:
+    """A pickle of lists in lists, which are 10^30 values when they are written out."""
+    tree: Any = [1] * 10
+    for _ in range(30):
+        tree = [tree] * 10
+    return pickle.dumps(tree, protocol=2)
+
+
+def pickled_as(path: Path, data: bytes, **how: Any) -> None:
+    """Put another pickle into a file of torch.save."""
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", **how) as file:
+        for name, part in parts.items():
+            file.writestr(name, data if name.endswith("data.pkl") else part)
+
+
+def expanded(folder: Path) -> None:
+    """A tensor of a terabyte whose elements are all the same one."""
+    torch.save({"param": torch.zeros(1).expand(1 << 38)}, folder / NORM / "fp32.pt")
+
+
+def resaved(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    torch.save(change(torch.load(folder / name, weights_only=True)), folder / name)
+
+
+def linked(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "elsewhere")
+    (folder / name).symlink_to(folder.parent / "elsewhere")
+
+
+STATES = "mp_rank_00_model_states.pt"
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "code": (lambda at: torch.save(Code(), at / NORM / "fp32.pt"), "names posix.mkdir, and only tensors"),
+    "code beside": (lambda at: torch.save({"a": Code()}, at / STATES), "names posix.mkdir, and only tensors"),
+    "code without zip": (
+        lambda at: (at / NORM / "fp32.pt").write_bytes(pickle.dumps(Code(), protocol=2)),
+        "nothing of it was run",
+    ),
+    "eval": (
+        lambda at: pickled_as(at / NORM / "step.pt", b"cbuiltins\neval\n(X\x01\x00\x00\x001tR."),
+        "names eval, and only tensors",
+    ),
+    "cut short": (lambda at: os.truncate(at / NORM / "exp_avg.pt", 900), "exp_avg.pt: no file of tensors that"),
+    "empty": (lambda at: os.truncate(at / NORM / "exp_avg.pt", 0), "exp_avg.pt: no file of tensors that"),
+    "deep": (lambda at: pickled_as(at / NORM / "step.pt", endless()), "more than 5000000 plain values"),
+    "inflated": (
+        lambda at: pickled_as(at / NORM / "step.pt", b"\x80\x02X" + struct.pack("<I", 3 << 30) + b"a" * (64 << 20)),
+        "step.pt: no file of tensors that",
+    ),
+    "expanded": (expanded, "more than a file of"),
+    "other shape": (
+        lambda at: torch.save({"param": torch.zeros(9)}, at / NORM / "exp_avg.pt"),
+        "exp_avg.pt: [9], model.norm.weight is [8]",
+    ),
+    "whole numbers": (
+        lambda at: torch.save({"param": torch.zeros(8, dtype=torch.int64)}, at / NORM / "fp32.pt"),
+        "fp32.pt: no state of a parameter",
+    ),
+    "linked file": (lambda at: linked(at, f"{NORM}/fp32.pt"), "symbolic links are not followed"),
+    "linked folder": (lambda at: linked(at, NORM), "neither the folder of a parameter"),
+    "linked zero": (lambda at: linked(at, "zero"), "symbolic link is not followed"),
+    "name of a folder above": (
+        lambda at: resaved(at, STATES, lambda s: s | {"param_shapes": [{"../../above": torch.Size([1])}]}),
+        "'../../above' is no name of a parameter",
+    ),
+    "twice": (
+        lambda at: resaved(at, STATES, lambda s: s | {"param_shapes": s["param_shapes"] * 2}),
+        "is there twice",
+    ),
+    "unknown": (lambda at: (at / "zero" / "other").mkdir(), "know no parameter or buffer of that name"),
+    "folder for a file": (
+        lambda at: ((at / NORM / "fp32.pt").unlink(), (at / NORM / "fp32.pt").mkdir()),
+        "no regular file",
+    ),
+    "no moment": (lambda at: (at / NORM / "exp_avg.pt").unlink(), "exp_avg.pt: No such file"),
+    "no parameter": (lambda at: shutil.rmtree(at / NORM), "model.norm.weight is not there"),
+    "no model states": (lambda at: (at / STATES).unlink(), "no mp_rank_00_model_states.pt"),
+    "no step": (lambda at: (at / NORM / "step.pt").unlink(), "no step.pt, as other parameters have"),
+    "other step": (lambda at: torch.save(torch.tensor(7.0), at / NORM / "step.pt"), "has made 6 updates"),
+    "step of NaN": (lambda at: torch.save(torch.tensor(float("nan")), at / NORM / "step.pt"), "no number of steps"),
+    "other rule": (
+        lambda at: resaved(at, STATES, lambda s: s | {"ds_config": {"optimizer": {"type": "Lamb"}}}),
+        "its optimizer is Lamb",
+    ),
+}
+
+
+@pytest.mark.product(keep=6)
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_or_hostile_folder_is_refused_in_a_line(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "universal"
+    shutil.copytree(MADE / "zero2" / "universal", folder)
+    spoil, said = HOSTILE[case]
+    monkeypatch.setenv("LEFT_BEHIND", str(tmp_path / "code ran"))
+    spoil(folder)
+    with pytest.raises(SystemExit) as ended:
+        command(folder, tmp_path / "out")
+    message = str(ended.value)
+    assert message.startswith("error: ")
+    assert said in message
+    assert "\n" not in message
+    assert not any(name.name.startswith(("code ran", "out")) for name in tmp_path.iterdir())
+
+
+def command(*words: object) -> None:
+    """Run the command in this process."""
+    argv = sys.argv
+    sys.argv = ["dzero", "import-deepspeed", *map(str, words)]
+    try:
+        main()
+    finally:
+        sys.argv = argv
+
+
+def refused(*words: object) -> str:
+    with pytest.raises(SystemExit) as ended:
+        command(*words)
+    return str(ended.value)
+
+
+def test_what_cannot_be_imported_is_told_with_what_helps(tmp_path: Path) -> None:
+    plain = tmp_path / "run" / "global_step6"
+    plain.mkdir(parents=True)
+    (tmp_path / "run" / "latest").write_text("global_step6")
+    (plain / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    out = tmp_path / "out"
+    convert = f"ds_to_universal --inject_missing_state --input_folder {plain} --output_folder {plain}_universal"
+    assert convert in refused(plain, out)
+    assert convert in refused(plain.parent, out)
+    assert "neither a universal checkpoint" in refused(tmp_path, out)
+    assert "no such folder" in refused(tmp_path / "none", out)
+    (tmp_path / "run" / "latest_universal").write_text("../elsewhere")
+    assert "is no name of a folder beside it" in refused(plain.parent, out)
+    out.mkdir()
+    assert "it is there already" in refused(MADE / "zero2" / "universal", out)
+    assert not [*out.iterdir()]
+    (tmp_path / "bin").mkdir()
+    torch.save({"a": torch.zeros(1)}, tmp_path / "bin" / "pytorch_model.bin")
+    assert "name the model, --model FOLDER" in refused(tmp_path / "bin", tmp_path / "new")
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    other = config()
+    other.hidden_size = 16
+    out, made = tmp_path / "out", MADE / "zero2" / "universal"
+    assert "it is of another model" in refused(made, out, "--model", save_config(tmp_path / "wide", other))
+    other = config()
+    other.attention_bias = True
+    assert "of the model is not in it" in refused(made, out, "--model", save_config(tmp_path / "biased", other))
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_of_deepspeed_made_now_goes_on_here(stage: int, tmp_path: Path, pool: Pool) -> None:
+    pytest.importorskip("deepspeed")
+    script = MADE / "train_with_deepspeed.py"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line = [sys.executable, *launch, str(script), str(stage), str(tmp_path / "made")]
+    subprocess.run(line, check=True, timeout=600, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    facts = json.loads((tmp_path / "made" / "facts.json").read_text())
+    path = import_deepspeed(tmp_path / "made" / "universal", tmp_path / "out")
+    (found, _) = pool.run(resumed_run, 2, str(path.parent), 3, "none", facts["rates"])
+    assert found["losses"] == pytest.approx(facts["losses"], rel=0, abs=1e-5)
