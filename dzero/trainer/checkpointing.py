@@ -125,7 +125,7 @@ class RunCheckpoints:
         """Continue a run of another library: after its steps, with the schedule and the data of this run."""
         self.notes += [
             *resumed.notes,
-            f"resumed from {resumed.path}, which was imported after step {resumed.step}: settings, schedule and data are "
+            f"resumed from {resumed.path}, imported after step {resumed.step}: settings, schedule and data are "
             "those of this run, whose data continue where its own steps would have left off",
         ]
         self._stream.samples = resumed.step * self._config.train.sequences(self._readers)

@@ -1,7 +1,13 @@
-"""A loop of one's own that resumes from an imported checkpoint, on the ranks of a pool."""
+"""Runs that resume from an imported checkpoint: a loop of one's own on the ranks of a pool, and a script of Trainer.
+
+python deepspeed_runs.py checkpoint-6
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from with_deepspeed.tiny_llama import BETAS, DECAY, LR, SAVED, STEPS, batch, config
 
 import dzero
+from dzero.integrations.transformers import DzeroTrainer
 
 
 def resumed_run(rank: int, ranks: int, folder: str, stage: int, offload: str, rates: list[float]) -> dict[str, Any]:
@@ -42,3 +49,27 @@ def resumed_run(rank: int, ranks: int, folder: str, stage: int, offload: str, ra
         losses.append(float(mean) / ranks)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {"rank": rank, "losses": losses, "params": whole, "step": resumed.step, "extra": resumed.extra}
+
+
+def trainer(checkpoint: str) -> None:
+    """Make two more steps, and write what Trainer logged of them."""
+    data = [{"input_ids": row, "labels": row} for row in batch(0, 0, 1).repeat(8, 1)]
+    args = transformers.TrainingArguments(
+        output_dir=".",
+        max_steps=SAVED + 2,
+        learning_rate=LR / 2,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    model = transformers.LlamaForCausalLM(config())
+    run = DzeroTrainer(model=model, args=args, train_dataset=data, dzero={"stage": 3})
+    run.train(resume_from_checkpoint=checkpoint)
+    Path("logs.json").write_text(json.dumps([row for row in run.state.log_history if "learning_rate" in row]))
+
+
+if __name__ == "__main__":
+    trainer(sys.argv[1])

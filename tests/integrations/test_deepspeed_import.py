@@ -25,8 +25,9 @@ from dzero.checkpoint.checkpointer import Checkpoint
 from dzero.integrations.deepspeed.importer import import_deepspeed
 
 transformers = pytest.importorskip("transformers")
-from with_deepspeed.tiny_llama import SAVED, config  # noqa: E402  # needs transformers
+from with_deepspeed.tiny_llama import LR, SAVED, config  # noqa: E402  # needs transformers
 
+ROOT = Path(__file__).parents[2]
 MADE = Path(__file__).parent / "with_deepspeed"
 """Folders that DeepSpeed wrote (with_deepspeed/train_with_deepspeed.py)."""
 NORM = "zero/model.norm.weight"
@@ -227,7 +228,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=5)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_damaged_or_hostile_folder_is_refused_in_a_line(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "universal"
@@ -304,3 +305,42 @@ def test_a_run_of_deepspeed_made_now_goes_on_here(stage: int, tmp_path: Path, po
     path = import_deepspeed(tmp_path / "made" / "universal", tmp_path / "out")
     (found, _) = pool.run(resumed_run, 2, str(path.parent), 3, "none", facts["rates"])
     assert found["losses"] == pytest.approx(facts["losses"], rel=0, abs=1e-5)
+
+
+def test_a_run_of_train_goes_on_after_the_imported_step(tmp_path: Path) -> None:
+    """With its own schedule, and with its data where six steps of its own would have left off."""
+    settings = config()
+    settings.vocab_size = 256
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(settings)
+    write_universal(tmp_path / "universal", {name: param.detach().abs() for name, param in model.named_parameters()})
+    folder = save_config(tmp_path / "model", settings)
+    command(tmp_path / "universal", tmp_path / "imported", "--model", folder)
+    (tmp_path / "text.txt").write_text("data in an order of its own. " * 400)
+    words = f"model=hf model.name_or_path={folder} data.path=text.txt train.sequence_tokens=16 train.steps=8".split()
+    words += ["train.microbatch_sequences=2", "zero.stage=3", "mesh.dp=1", "checkpoint.every=8", "resume=imported"]
+    words += ["monitor.tensorboard=false", "train.evaluate_batches=1", "hydra.run.dir=run"]
+    line = [sys.executable, str(ROOT / "train.py"), *words]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "imported after step 6" in done.stdout
+    with Checkpoint(tmp_path / "checkpoints" / "step_00000008") as checkpoint:
+        state = checkpoint.manifest.state
+    assert {each["step"] for each in state["optim"]["states"].values()} == {8}
+    assert state["extra"]["stream"]["position"] == 8 * 2
+
+
+@pytest.mark.full
+def test_a_trainer_goes_on_with_the_learning_rate_of_deepspeed(tmp_path: Path) -> None:
+    folder = tmp_path / f"checkpoint-{SAVED}"
+    folder.mkdir()
+    transformers.TrainerState(global_step=SAVED, max_steps=20, num_train_epochs=3, train_batch_size=2).save_to_json(
+        str(folder / "trainer_state.json")
+    )
+    import_deepspeed(MADE / "zero2" / "universal", folder / "dzero")
+    line = [sys.executable, str(Path(__file__).parent / "deepspeed_runs.py"), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    subprocess.run(line, check=True, cwd=tmp_path, timeout=240, env=environment)
+    rates = {row["step"]: row["learning_rate"] for row in json.loads((tmp_path / "logs.json").read_text())}
+    facts = json.loads((MADE / "zero2" / "facts.json").read_text())
+    assert rates == {SAVED + 1: facts["rates"][0], SAVED + 2: LR / 2}, "then that of Trainer's own schedule"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,6 @@ def import_deepspeed(
     model: nn.Module | None = None,
     *,
     step: int | None = None,
-    lr: float | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Path:
     """Write a checkpoint that holds the states in a folder of DeepSpeed; call this in one process.
@@ -81,7 +80,6 @@ def import_deepspeed(
         model: Model that will resume, before `shard`; it may be on the meta device. None: the names and shapes of its
             parameters are those of DeepSpeed.
         step: Step of the checkpoint. None: that of DeepSpeed's run.
-        lr: Learning rate to tell in the checkpoint. None: that of DeepSpeed's run.
         progress: Called with the bytes of each tensor that was written.
 
     Returns:
@@ -91,14 +89,12 @@ def import_deepspeed(
         ValueError: If the folder is damaged, holds code, is not converted, or is of another model.
         CheckpointError: If `target` exists, or cannot be written.
     """
-    with planned_import(Path(folder), model, step=step, lr=lr) as found:
+    with planned_import(Path(folder), model, step=step) as found:
         return found.write(Path(target), progress)
 
 
 @contextmanager
-def planned_import(
-    folder: Path, model: nn.Module | None = None, *, step: int | None = None, lr: float | None = None
-) -> Iterator[Import]:
+def planned_import(folder: Path, model: nn.Module | None = None, *, step: int | None = None) -> Iterator[Import]:
     """Yield the import of a folder, all of whose files were checked; the arguments are those of `import_deepspeed`."""
     with TorchFiles() as files:
         states = _read(folder, files)
@@ -108,10 +104,8 @@ def planned_import(
             raise ValueError(
                 f"{folder}: weights alone do not tell which of them are buffers or tied: name the model, --model FOLDER"
             )
-        if lr is not None:
-            states = replace(states, groups=[{**group, "lr": lr} for group in states.groups])
         at = states.step if step is None else step
-        lrs = [float(group["lr"]) for group in states.groups if "lr" in group] or ([] if lr is None else [lr])
+        lrs = [float(group["lr"]) for group in states.groups if "lr" in group]
         described = None if model is None else describe(model)
         yield Import(states, _tensors(states), _state(states, lrs, described), at, lrs)
 
