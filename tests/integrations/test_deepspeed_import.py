@@ -334,9 +334,8 @@ def test_a_run_of_train_goes_on_after_the_imported_step(tmp_path: Path) -> None:
 def test_a_trainer_goes_on_with_the_learning_rate_of_deepspeed(tmp_path: Path) -> None:
     folder = tmp_path / f"checkpoint-{SAVED}"
     folder.mkdir()
-    transformers.TrainerState(global_step=SAVED, max_steps=20, num_train_epochs=3, train_batch_size=2).save_to_json(
-        str(folder / "trainer_state.json")
-    )
+    saved = {"max_steps": 20, "num_train_epochs": 3, "train_batch_size": 2, "logging_steps": 1}
+    transformers.TrainerState(global_step=SAVED, **saved).save_to_json(str(folder / "trainer_state.json"))
     import_deepspeed(MADE / "zero2" / "universal", folder / "dzero")
     line = [sys.executable, str(Path(__file__).parent / "deepspeed_runs.py"), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}

@@ -9,7 +9,7 @@ import msgspec
 
 from dzero.checkpoint.store import Directory
 from dzero.integrations.deepspeed.states import DeepSpeedStates, Named
-from dzero.integrations.deepspeed.torch_files import TorchFile, TorchFiles
+from dzero.integrations.deepspeed.torch_reader import TorchFile, TorchFiles
 from dzero.models.safetensors_reader import INDEX, SINGLE, stored_tensors
 from dzero.models.tensor_views import Readable
 

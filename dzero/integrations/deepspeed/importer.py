@@ -26,7 +26,7 @@ from dzero.checkpoint.whole_checkpoint import IMPORTED, WholeTensor, write_check
 from dzero.integrations.deepspeed.consolidated import WEIGHTS, read_weights
 from dzero.integrations.deepspeed.fitting import fitted
 from dzero.integrations.deepspeed.states import MOMENTS, DeepSpeedStates
-from dzero.integrations.deepspeed.torch_files import TorchFiles
+from dzero.integrations.deepspeed.torch_reader import TorchFiles
 from dzero.integrations.deepspeed.universal import ZERO, read_universal
 from dzero.models.published import describe
 

@@ -32,7 +32,7 @@ from dzero.integrations.deepspeed.settings import (
     updates_of,
 )
 from dzero.integrations.deepspeed.states import MASTER_FILE, MOMENTS, DeepSpeedStates, Named
-from dzero.integrations.deepspeed.torch_files import TorchFile, TorchFiles, TorchTensor
+from dzero.integrations.deepspeed.torch_reader import TorchFile, TorchFiles, TorchTensor
 from dzero.models.tensor_views import Joined, Narrowed, Readable
 
 ZERO, OPTIMIZER, STEP = "zero", "optimizer_state.pt", "step.pt"
