@@ -1,6 +1,6 @@
 """Runs that resume from an imported checkpoint: a loop of one's own on the ranks of a pool, and a script of Trainer.
 
-python deepspeed_runs.py checkpoint-6
+python imported_runs.py checkpoint-6
 """
 
 from __future__ import annotations

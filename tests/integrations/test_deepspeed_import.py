@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_runs import resumed_run
+from imported_runs import resumed_run
 from pool import Pool
 from safetensors.torch import load_file, save_file
 
@@ -337,7 +337,7 @@ def test_a_trainer_goes_on_with_the_learning_rate_of_deepspeed(tmp_path: Path) -
     saved = {"max_steps": 20, "num_train_epochs": 3, "train_batch_size": 2, "logging_steps": 1}
     transformers.TrainerState(global_step=SAVED, **saved).save_to_json(str(folder / "trainer_state.json"))
     import_deepspeed(MADE / "zero2" / "universal", folder / "dzero")
-    line = [sys.executable, str(Path(__file__).parent / "deepspeed_runs.py"), str(folder)]
+    line = [sys.executable, str(Path(__file__).parent / "imported_runs.py"), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     subprocess.run(line, check=True, cwd=tmp_path, timeout=240, env=environment)
     rates = {row["step"]: row["learning_rate"] for row in json.loads((tmp_path / "logs.json").read_text())}
