@@ -38,6 +38,7 @@ from dzero.checkpoint.save_pretrained import save_pretrained
 from dzero.checkpoint.weights import weights
 from dzero.errors import import_optional
 from dzero.integrations.deepspeed.trainer import TrainerConfig
+from dzero.integrations.trainer_checkpoints import first_step
 from dzero.integrations.trainer_optimizer import OptimizerRecipe, Skips
 from dzero.integrations.trainer_refusals import refuse
 from dzero.mesh import make_mesh
@@ -173,6 +174,15 @@ class DzeroMixin:
             if trainer.lr_scheduler.optimizer is not given:
                 raise ValueError("optimizers=: the schedule is of another optimizer than the one beside it")
             trainer.lr_scheduler.optimizer = trainer.optimizer
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **given: Any) -> Any:
+        """Train, as Trainer does, but save over no checkpoint that is there already."""
+        trainer: Any = self
+        if trial is None:
+            output, saves = Path(trainer.args.output_dir), trainer.args.save_strategy != "no"
+            resume_from_checkpoint = first_step(output, resume_from_checkpoint, saves=saves)
+        own: Any = super()
+        return own.train(resume_from_checkpoint, trial, **given)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the schedule of a DeepSpeed configuration if it has one, else the one of Trainer's arguments."""

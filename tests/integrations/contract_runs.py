@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import torch.distributed as dist
 import transformers
@@ -350,6 +352,75 @@ def saves_and_goes_on_from_the_last(make: Make) -> Any:
     names = sorted(each.name for each in (make.folder / "out").iterdir())
     trainer = make(args={**args, "max_steps": 6})
     return [whole, names, trained(trainer, resume_from_checkpoint=True)]
+
+
+@habit
+def goes_on_after_a_kill_during_a_save(make: Make) -> Any:
+    args = {"save_strategy": "steps", "save_steps": 2}
+    trained(make(args=args))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (make.folder / "out" / "checkpoint-4" / "trainer_state.json").unlink()
+        if make.settings is None:  # plain Trainer takes the broken one, and fails
+            shutil.rmtree(make.folder / "out" / "checkpoint-4")
+    if dist.is_initialized():
+        dist.barrier()
+    return trained(make(args=args), resume_from_checkpoint=True)
+
+
+@habit
+def drops_out(make: Make) -> Any:
+    def dropping() -> Any:
+        torch.manual_seed(0)
+        whole = model()
+        for layer in whole.model.layers:
+            layer.self_attn.attention_dropout = 0.2
+        return whole
+
+    settings = ({}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2})
+    return [trained(make(model=dropping(), args=args)) for args in settings]
+
+
+@habit
+def evaluates_between_microbatches(make: Make) -> Any:
+    class Callback(transformers.TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            trainer.evaluate()
+
+    trainer = make(callbacks=[Callback()], args={"gradient_accumulation_steps": 2, "max_steps": 2})
+    return trained(trainer)
+
+
+@habit
+def drops_columns_that_the_model_does_not_know(make: Make) -> Any:
+    rows = [{"ids": number, "note": "x", **samples(8)[number % 8]} for number in range(32)]
+    data = datasets.Dataset.from_list(
+        [{key: getattr(v, "tolist", lambda v=v: v)() for key, v in row.items()} for row in rows]
+    )
+
+    def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return collate([{key: torch.tensor(value) for key, value in row.items()} for row in batch])
+
+    trainer = make(train_dataset=data, eval_dataset=data, data_collator=padded, args={"dataloader_num_workers": 1})
+    return [trainer.evaluate()["eval_loss"] if make.settings else None, trained(trainer)][1:]
+
+
+@habit
+def recomputes_by_reentering(make: Make) -> Any:
+    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    return trained(make(args={"gradient_checkpointing": True, **reentrant}))
+
+
+@habit
+def tells_what_it_trained(make: Make) -> Any:
+    trainer = make(args={"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1}, compute_metrics=seen)
+    trainer.train()
+    trainer.save_state()
+    rates = [trainer.get_learning_rates()[0], trainer.get_num_trainable_parameters(), trainer.state.total_flos]
+    return [rates, trainer.evaluate()["eval_seen"]]
+
+
+def seen(predictions: Any) -> dict[str, float]:
+    return {"seen": float(predictions.inputs.sum() + predictions.losses.sum())}
 
 
 @habit
