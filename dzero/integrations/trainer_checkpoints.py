@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 LAST_FILE = "trainer_state.json"
 
 
-def first_step(output: Path, resume: str | bool | None, *, saves: bool) -> str | None:
+def checkpoint_to_resume(output: Path, resume: str | bool | None, *, saves: bool) -> str | None:
     """Return the checkpoint to go on from. All ranks call this.
 
     Args:
@@ -26,12 +26,12 @@ def first_step(output: Path, resume: str | bool | None, *, saves: bool) -> str |
         saves: Whether the run will save. What is left of interrupted saves then gets another name.
 
     Raises:
-        ValueError: There is no whole checkpoint to go on from, or the run would save over later ones.
+        ValueError: The checkpoint to go on from is not whole, or the run would save over later ones.
     """
     told: list[str | None] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            told[0] = _first_step(output, resume, saves=saves)
+            told[0] = _to_resume(output, resume, saves=saves)
         except (ValueError, OSError) as error:
             told[1] = str(error)
     if dist.is_initialized():
@@ -41,13 +41,18 @@ def first_step(output: Path, resume: str | bool | None, *, saves: bool) -> str |
     return told[0]
 
 
-def _first_step(output: Path, resume: str | bool | None, *, saves: bool) -> str | None:
+def _to_resume(output: Path, resume: str | bool | None, *, saves: bool) -> str | None:
     every = {int(each.name.split("-")[1]): each for each in output.glob("checkpoint-*") if _is_checkpoint(each)}
     whole = {step: each for step, each in every.items() if (each / LAST_FILE).is_file()}
     if resume is True:
         if not whole:
             raise ValueError(f"resume_from_checkpoint=True: {output} has no whole checkpoint; begin without it")
         resume = str(whole[max(whole)])
+    if resume and not (Path(resume) / LAST_FILE).is_file():
+        told = "was not saved to its end" if Path(resume).is_dir() else "is not there"
+        raise ValueError(
+            f"resume_from_checkpoint={resume}: it {told}; whole checkpoints: {[*map(str, whole.values())]}"
+        )
     begin = int(found[1]) if resume and (found := re.search(r"checkpoint-(\d+)/?$", str(resume))) else 0
     if not saves:
         return str(resume) if resume else None

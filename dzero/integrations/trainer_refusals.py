@@ -22,6 +22,10 @@ def refuse(trainer: Any) -> None:
         (of_accelerate, "parallelism_config: each rank reads batches of its own; leave it away"),
         (placed, "a model that is on several devices: load it without device_map and distributed_config"),
         (args.auto_find_batch_size, "auto_find_batch_size: the layout depends on the batch; choose one"),
+        (
+            args.save_on_each_node,
+            "save_on_each_node: all ranks write into one folder, which all nodes see; leave it away",
+        ),
         (full_eval, "full_eval: dtypes are those of dzero=; take its precision"),
         (
             args.enable_jit_checkpoint and args.world_size > 1,

@@ -38,7 +38,7 @@ from dzero.checkpoint.save_pretrained import save_pretrained
 from dzero.checkpoint.weights import weights
 from dzero.errors import import_optional
 from dzero.integrations.deepspeed.trainer import TrainerConfig
-from dzero.integrations.trainer_checkpoints import first_step
+from dzero.integrations.trainer_checkpoints import checkpoint_to_resume
 from dzero.integrations.trainer_optimizer import OptimizerRecipe, Skips
 from dzero.integrations.trainer_refusals import refuse
 from dzero.mesh import make_mesh
@@ -80,6 +80,8 @@ class DzeroMixin:
     ) -> None:
         if dzero is not None and deepspeed is not None:
             raise TypeError("dzero= and deepspeed=: both say how to shard; give one")
+        if not isinstance(dzero, Mapping | None):
+            raise TypeError(f"dzero={dzero!r}: pass a dict, such as {{'stage': 3}}, of {[*ARGUMENTS]}")
         self._shard_settings = dict(dzero or {})
         if unknown := self._shard_settings.keys() - {*ARGUMENTS}:
             raise TypeError(f"dzero={{{min(unknown)!r}: ...}}: it takes {[*ARGUMENTS]}")
@@ -180,7 +182,7 @@ class DzeroMixin:
         trainer: Any = self
         if trial is None:
             output, saves = Path(trainer.args.output_dir), trainer.args.save_strategy != "no"
-            resume_from_checkpoint = first_step(output, resume_from_checkpoint, saves=saves)
+            resume_from_checkpoint = checkpoint_to_resume(output, resume_from_checkpoint, saves=saves)
         own: Any = super()
         return own.train(resume_from_checkpoint, trial, **given)
 
@@ -257,7 +259,7 @@ class DzeroMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model, whole, for `from_pretrained`. All ranks call this."""
         trainer: Any = self
-        target = Path(output_dir or trainer.args.output_dir)
+        target, sharded = Path(output_dir or trainer.args.output_dir), self._shard()
         if trainer.args.should_save:
             target.mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -267,7 +269,7 @@ class DzeroMixin:
         folder = Path(str(made[0])) / "model"
         try:
             if isinstance(trainer.model, _published()):
-                save_pretrained(self._shard(), folder)
+                save_pretrained(sharded, folder)
             else:
                 self._save_whole(folder)
             if trainer.args.should_save:

@@ -27,10 +27,10 @@ SETTINGS = {
 ROUNDED = [{"stage": 3, "args": {"bf16": True}}, {"stage": 3, "args": {"fp16": True}}]
 
 
-def run(folder: Path, *words: str) -> list[dict[str, Any]]:
+def run(folder: Path, *words: str, ranks: int = 2) -> list[dict[str, Any]]:
     folder.mkdir()
     plain = words in ((), ("adapters",))
-    launch = [] if plain else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch = [] if plain else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     line = [sys.executable, *launch, trainer_runs.__file__, str(folder), *words]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
@@ -65,6 +65,19 @@ def test_a_script_of_trainer_gives_the_same_numbers_at_every_stage(tmp_path: Pat
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
     for name, param in loaded.named_parameters():
         assert torch.equal(param, torch.tensor(runs[0]["params"][name]))
+
+
+@pytest.mark.full
+def test_a_run_goes_on_over_other_ranks_and_stages(tmp_path: Path) -> None:
+    run(tmp_path / "two", json.dumps([{"stage": 3}]))
+    resume = str(tmp_path / "two" / "0" / f"checkpoint-{trainer_runs.MIDDLE}")
+    (plain,) = run(tmp_path / "plain")
+    for ranks, settings in ((1, {"stage": 0}), (4, {"stage": 2, "replicate": 2, "offload": "host"})):
+        found = run(tmp_path / f"{ranks}", json.dumps([{**settings, "resume": resume}]), ranks=ranks)[0]
+        for row, want in zip(found["logs"], plain["logs"], strict=True):
+            assert row == pytest.approx(want, rel=1e-6, abs=1e-12)
+        for name, want in plain["params"].items():
+            torch.testing.assert_close(torch.tensor(found["params"][name]), torch.tensor(want), rtol=0, atol=1e-6)
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@
 
 With a last word `adapters`, LoRA's matrices are trained alone.
 
-Arguments of Trainer for one run are under "args" of its settings.
+Arguments of Trainer for one run are under "args" of its settings, and a checkpoint to go on from under "resume".
 
 Logs, whole weights and the best checkpoint of each run are written to OUT/results.json.
 """
@@ -77,6 +77,7 @@ def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = N
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     settings = None if settings is None else dict(settings)
     more = settings.pop("args", {}) if settings else {}
+    resume = settings.pop("resume", resume) if settings else resume
     args = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
