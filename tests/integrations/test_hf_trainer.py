@@ -24,6 +24,8 @@ SETTINGS = {
     "host": {"stage": 3, "offload": "host"},
     "recomputed": {"stage": 3, "args": {"gradient_checkpointing": True}},
 }
+ONE = {"gradient_accumulation_steps": 1}
+WITHOUT = [{"stage": stage, "args": ONE} for stage in (0, 1, 2, 3)]
 ROUNDED = [{"stage": 3, "args": {"bf16": True}}, {"stage": 3, "args": {"fp16": True}}]
 
 
@@ -40,7 +42,8 @@ def run(folder: Path, *words: str, ranks: int = 2) -> list[dict[str, Any]]:
 
 def test_a_script_of_trainer_gives_the_same_numbers_at_every_stage(tmp_path: Path) -> None:
     (plain,) = run(tmp_path / "plain")
-    *runs, resumed = run(tmp_path / "dzero", json.dumps([*SETTINGS.values()]))
+    *runs, resumed = run(tmp_path / "dzero", json.dumps([*SETTINGS.values(), *WITHOUT]))
+    runs, without = runs[: len(SETTINGS)], runs[len(SETTINGS) :]
     norms = [row["grad_norm"] for row in plain["logs"] if "grad_norm" in row]
     assert len(norms) == trainer_runs.STEPS
     assert min(norms) > 0.5, "clipping bites"
@@ -56,6 +59,7 @@ def test_a_script_of_trainer_gives_the_same_numbers_at_every_stage(tmp_path: Pat
         first, *others = [found for name, found in zip(SETTINGS, runs, strict=True) if name in alike]
         for other in others:
             assert (other["logs"], other["params"]) == (first["logs"], first["params"]), "the same bits"
+    assert all((other["logs"], other["params"]) == (without[0]["logs"], without[0]["params"]) for other in without)
     assert resumed["params"] == runs[0]["params"]
     assert resumed["logs"] == runs[0]["logs"]
 

@@ -78,29 +78,29 @@ def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = N
     settings = None if settings is None else dict(settings)
     more = settings.pop("args", {}) if settings else {}
     resume = settings.pop("resume", resume) if settings else resume
-    args = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH // ranks,
-        per_device_eval_batch_size=BATCH // ranks,
-        gradient_accumulation_steps=ACCUMULATE,
-        learning_rate=1e-2,
-        lr_scheduler_type="cosine",
-        warmup_steps=2,
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=MIDDLE,
-        save_steps=MIDDLE,
-        load_best_model_at_end=True,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=3,
-        data_seed=3,
-        **more,
-    )
+    kept: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH // ranks,
+        "per_device_eval_batch_size": BATCH // ranks,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": MIDDLE,
+        "save_steps": MIDDLE,
+        "load_best_model_at_end": True,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        "data_seed": 3,
+    }
+    args = transformers.TrainingArguments(**{**kept, **more})
     given: dict[str, Any] = {
         "model": model(),
         "args": args,
@@ -116,8 +116,8 @@ def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = N
         trainer = DzeroTrainer(**given, dzero=settings)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     trainer.save_model()
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    logs = [{key: row[key] for key in kept if key in row} for row in trainer.state.log_history]
+    logged = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    logs = [{key: row[key] for key in logged if key in row} for row in trainer.state.log_history]
     params = {
         name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().tolist()
         for name, param in trainer.model.named_parameters()
