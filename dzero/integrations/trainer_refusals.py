@@ -9,7 +9,8 @@ def refuse(trainer: Any) -> None:
     """Raise ValueError for arguments that shard in another way, need the whole model, or would hang."""
     args = trainer.args
     of_accelerate = args.parallelism_config is not None
-    placed = trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers
+    by_transformers = getattr(trainer, "is_distributed_loading_by_transformers", False)  # from transformers 5.20 on
+    placed = trainer.is_model_parallel or by_transformers
     full_eval = args.bf16_full_eval or args.fp16_full_eval
     unsaved_best = args.save_only_model and args.load_best_model_at_end
     for given, told in (

@@ -53,6 +53,11 @@ accelerate: Any = import_optional("accelerate", "DzeroTrainer", "hf")
 
 ARGUMENTS = ("stage", "precision", "offload", "replicate")
 """What `dzero=` may hold. Every rank reads batches of its own, so no axis may cut the model itself."""
+SEAMS = (
+    *("_build_accelerator_args", "_move_model_to_device", "_prepare_for_training", "_clip_grad_norm", "_get_grad_norm"),
+    *("_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model"),
+)
+"""Methods of Trainer, private to it, that are overridden here: without one, a run would not be sharded or saved."""
 STATES = "dzero"
 """Folder of model and optimizer states in a checkpoint of Trainer."""
 
@@ -67,6 +72,7 @@ class DzeroMixin:
         deepspeed: In place of `dzero`, a DeepSpeed configuration: its JSON file, or its content as a mapping.
 
     Raises:
+        RuntimeError: A version of transformers whose Trainer has other methods.
         TypeError: `dzero` has another argument, or `deepspeed` is given beside it.
         ValueError: An argument of Trainer asks for another way of sharding.
     """
@@ -80,6 +86,11 @@ class DzeroMixin:
     ) -> None:
         if dzero is not None and deepspeed is not None:
             raise TypeError("dzero= and deepspeed=: both say how to shard; give one")
+        if missing := [name for name in SEAMS if not hasattr(transformers.Trainer, name)]:
+            raise RuntimeError(
+                f"DzeroTrainer overrides {missing} of Trainer, which transformers {transformers.__version__} does not "
+                "have: install transformers>=5.3"
+            )
         if not isinstance(dzero, Mapping | None):
             raise TypeError(f"dzero={dzero!r}: pass a dict, such as {{'stage': 3}}, of {[*ARGUMENTS]}")
         self._shard_settings = dict(dzero or {})
