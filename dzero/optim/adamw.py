@@ -76,6 +76,7 @@ class AdamW(MasterOptimizer):
             self._take(unit, owned)
         self._count_together()
         self.offload.settle()
+        sharded.holders.add(self)
 
     def _take_group(self, group: dict[str, Any]) -> None:
         for unit in self._sharded.units:

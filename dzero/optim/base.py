@@ -115,7 +115,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._hook_state_dicts()
         for unit in sharded.units:
             unit.watch(self)
-        sharded.holders.add(self)
         self._is_made = True
 
     @property  # type: ignore[override]

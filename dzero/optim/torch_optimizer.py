@@ -79,6 +79,7 @@ class TorchOptimizer(MasterOptimizer):
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
             own["updates"] = 0  # saved with the group, because classes like SGD keep no step count
+        sharded.holders.add(self)
 
     def _held_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Create the masters of a group's parameters, and return the group with masters for the wrapped class."""

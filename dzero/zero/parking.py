@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dzero import streams
 from dzero.hardware import format_bytes, give_back_freed_memory, host_available_bytes
@@ -31,6 +32,7 @@ from dzero.zero.unit import PARKED, Unit, as_module
 WHERE = ("host", "disk")
 CHUNK_BYTES = 64 << 20
 """Size of a piece of page-locked memory: a power of 2, to which torch's allocator would round it up anyway."""
+INSTEAD = "take park(where='disk')"
 
 
 class StateHolder(Protocol):
@@ -77,30 +79,15 @@ class Parking:
     def __init__(
         self, units: Sequence[Unit], holders: Iterable[StateHolder], device: torch.device, where: str, path: str
     ) -> None:
-        self._units, self._device = units, device
-        holders = [*holders]
-        for holder in holders:
+        self._units, self._holders, self._device = units, [*holders], device
+        for holder in self._holders:
             holder.await_updates()
         for unit in units:
             unit.await_update()
-        self._saved = _at_offsets(_storages(units, holders, device))
+        self._saved = _at_offsets(_storages(units, self._holders, device))
         self.freed_bytes = sum(each.count for each in self._saved)
         self._copies = self._save(where, path)
-        for holder in holders:
-            holder.forget_addresses()
-        self._free(self._saved)
-        for unit in units:
-            unit.is_parked = True
-        modules = [as_module(module) for unit in units for module in unit.modules]
-        self._refusals = [
-            handle
-            for module in modules
-            for handle in (
-                module.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP2's, whose state must not change
-                module.register_state_dict_pre_hook(_refuse),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(_refuse),  # type: ignore[no-untyped-call]
-            )
-        ]
+        self._refusals: list[RemovableHandle] = []
 
     def _save(self, where: str, path: str) -> Copies:
         """Return copies of all storages, which nothing on the device uses any more."""
@@ -111,8 +98,22 @@ class Parking:
         streams.synchronize_device(self._device)  # an error of the device is raised while all states are there
         return copies
 
+    def free(self) -> None:
+        """Free the device's memory; whatever would read the states raises from now on, until `restore`."""
+        for unit in self._units:
+            unit.is_parked = True
+        for module in (as_module(module) for unit in self._units for module in unit.modules):
+            self._refusals += [
+                module.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP2's, whose state must not change
+                module.register_state_dict_pre_hook(_refuse),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(_refuse),  # type: ignore[no-untyped-call]
+            ]
+        for holder in self._holders:
+            holder.forget_addresses()
+        self._resize_to_nothing(self._saved)
+
     def restore(self) -> None:
-        """Bring all states back to the device; if that fails, all of them stay parked.
+        """Bring all states back to the device, also if `free` was interrupted; if that fails, all of them stay parked.
 
         Raises:
             MemoryError: The device has too little memory.
@@ -126,20 +127,20 @@ class Parking:
                 self._copies.load(each.offset, each.data())
             streams.synchronize_device(self._device)
         except torch.OutOfMemoryError as error:
-            self._free(restored)
+            self._resize_to_nothing(restored)
             raise MemoryError(
                 f"unpark(): the device has no room for {format_bytes(self.freed_bytes)} of parked states: free what "
                 "took it meanwhile, and call unpark() again"
             ) from error
-        except Exception:
-            self._free(restored)
+        except BaseException:  # KeyboardInterrupt too
+            self._resize_to_nothing(restored)
             raise
         for handle in self._refusals:
             handle.remove()
         for unit in self._units:
             unit.is_parked = False
 
-    def _free(self, some: Iterable[_Saved]) -> None:
+    def _resize_to_nothing(self, some: Iterable[_Saved]) -> None:
         for each in some:
             each.storage.resize_(0)
         if (module := streams.device_module(self._device)) is not None:
@@ -201,25 +202,21 @@ def _refuse(*_: Any) -> None:
 class HostCopies:
     """Copies in host memory, page-locked beside a GPU, in chunks that no allocator rounds up.
 
+    Ranks of a host do not wait for each other. Each takes a chunk only while there is one for all of them, so a rank
+    that comes late is not refused what the others left for it.
+
     Args:
         needed_bytes: Size of all copies.
         device: Device of what is copied.
 
     Raises:
-        MemoryError: The host has too little memory for all ranks on it, or refuses it.
+        MemoryError: The host has too little memory, or refuses it; `save` raises it too.
     """
 
     def __init__(self, needed_bytes: int, device: torch.device) -> None:
-        ranks, available = local_ranks(), host_available_bytes()
-        needed = f"park(where='host') needs {format_bytes(needed_bytes)} of host memory for each of {ranks} ranks"
-        repair = "take park(where='disk')"
-        if needed_bytes > available // ranks:
-            raise MemoryError(f"{needed}; {format_bytes(available)} are available: {repair}")
-        sizes = [min(CHUNK_BYTES, needed_bytes - at) for at in range(0, needed_bytes, CHUNK_BYTES)]
-        try:
-            self._chunks = [streams.pin_memory(torch.empty(size, dtype=torch.uint8), device) for size in sizes]
-        except RuntimeError as error:
-            raise MemoryError(f"{needed}, which the system refuses: {repair}") from error
+        self._needed_bytes, self._device = needed_bytes, device
+        self._chunks: list[torch.Tensor] = []
+        self._require(needed_bytes)
 
     def save(self, offset: int, data: torch.Tensor) -> None:
         """Implement `Copies.save`."""
@@ -232,13 +229,29 @@ class HostCopies:
             piece.copy_(chunk, non_blocking=True)
 
     def _pieces(self, offset: int, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parts of chunks with the parts of `data` that belong there."""
+        """Yield parts of chunks with the parts of `data` that belong there; the first use of a chunk allocates it."""
         done = 0
         while done < len(data):
             index, begin = divmod(offset + done, CHUNK_BYTES)
+            if index == len(self._chunks):
+                self._chunks.append(self._chunk(min(CHUNK_BYTES, self._needed_bytes - index * CHUNK_BYTES)))
             count = min(CHUNK_BYTES - begin, len(data) - done)
             yield self._chunks[index][begin : begin + count], data[done : done + count]
             done += count
+
+    def _chunk(self, size: int) -> torch.Tensor:
+        self._require(size * local_ranks())
+        try:
+            return streams.pin_memory(torch.empty(size, dtype=torch.uint8), self._device)
+        except RuntimeError as error:
+            raise MemoryError(f"{self._needs()}, which the system refuses: {INSTEAD}") from error
+
+    def _require(self, count: int) -> None:
+        if count > (available := host_available_bytes()):
+            raise MemoryError(f"{self._needs()}; {format_bytes(available)} are available now: {INSTEAD}")
+
+    def _needs(self) -> str:
+        return f"park(where='host') needs {format_bytes(self._needed_bytes)} of host memory on each rank"
 
 
 class DiskCopies:

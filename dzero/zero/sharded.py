@@ -56,7 +56,7 @@ class Sharded:
         names: Names of the parameters of all pipeline stages.
         scalars: Names of the parameters without dimensions, whose shards have one.
         claims: Names of the parameters that each optimizer updates, by its claimant, for the optimizer's lifetime.
-        holders: Optimizers of the model, for their lifetime.
+        holders: Optimizers of the model, once they are made, for their lifetime.
         is_last: Whether the current microbatch is the last of its step.
     """
 
@@ -233,9 +233,11 @@ class Sharded:
             raise RuntimeError("park() with gradients of a step that has not ended: call step() or zero_grad() first")
         self.reshard()
         paths, device = self.layout.offload.disk.paths, torch.device(self.mesh.device_type)
-        path = path or paths[dist.get_rank() % len(paths)]
-        self._parking = Parking(self.units, self.holders, device, where, path)
-        return self._parking.freed_bytes
+        path = paths[dist.get_rank() % len(paths)] if path is None else path
+        parking = Parking(self.units, self.holders, device, where, path)
+        self._parking = parking  # before anything leaves the device: an interrupt from here on is undone by `unpark`
+        parking.free()
+        return parking.freed_bytes
 
     def unpark(self) -> None:
         """Bring all states back to the device after `park`; if that fails, they stay parked.

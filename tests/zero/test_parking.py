@@ -20,6 +20,7 @@ from training_loops import backward, sharded_net, snapshot, train, unequal
 import dzero
 from dzero import AdamW, DiskConfig, OffloadConfig, Sharded, TorchOptimizer
 from dzero.optim.base import MasterOptimizer
+from dzero.zero import parking
 from dzero.zero.cost_model import resting_bytes
 from dzero.zero.unit import PARKED
 
@@ -301,7 +302,7 @@ def test_too_little_memory_or_disk_is_one_line_and_loses_nothing(pool: Pool, tmp
         for said, parts in zip(
             told,
             [
-                ("park(where='host') needs", "1000 B are available: take park(where='disk')"),
+                ("park(where='host') needs", "1000 B are available now: take park(where='disk')"),
                 (f"{tmp_path}: writing the parked states", "No space left on device"),
                 (f"{tmp_path}: the parked states of", "are not what was written: the disk or its cable is failing"),
                 (PARKED,),
@@ -312,3 +313,86 @@ def test_too_little_memory_or_disk_is_one_line_and_loses_nothing(pool: Pool, tmp
             assert all(part in said for part in parts), said
         assert not any("\n" in each for each in told)
     assert list(tmp_path.iterdir()) == []
+
+
+def interrupted(rank: int, ranks: int, folder: str) -> list[Any]:
+    """What is true after an interrupt at each copy of park and unpark, and while memory is freed."""
+    sharded, optim = made(folder, **STORED[1])
+    train(sharded, optim, "uneven", steps=2)
+    want = snapshot(sharded, optim)
+    found: list[Any] = []
+
+    def interrupt(owner: Any, name: str, at: int, do: Any) -> None:
+        real, calls = getattr(owner, name), []
+
+        def some(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, some)
+            with pytest.raises(KeyboardInterrupt):
+                do()
+
+    for at in (1, 3):
+        interrupt(Tensor, "copy_", at, sharded.park)
+        found += [told_by(sharded.unpark), unequal(want, snapshot(sharded, optim))]
+        interrupt(torch.UntypedStorage, "resize_", at, sharded.park)  # some of it is free
+        found.append(told_by(optim.step))
+        sharded.unpark()
+        found.append(unequal(want, snapshot(sharded, optim)))
+        sharded.park()
+        interrupt(Tensor, "copy_", at, sharded.unpark)
+        found.append(told_by(optim.step))
+        sharded.unpark()
+        found.append(unequal(want, snapshot(sharded, optim)))
+    return found
+
+
+def test_an_interrupt_at_any_time_loses_nothing(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(interrupted, 2, str(tmp_path)):
+        assert found == ["unpark(): nothing is parked", [], PARKED, [], PARKED, []] * 2
+
+
+def test_a_rank_that_is_late_may_take_what_the_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 units of host memory, each of 2 ranks takes 4; of 7, the second one is refused in time."""
+    unit = parking.CHUNK_BYTES // 4096
+    monkeypatch.setattr(parking, "CHUNK_BYTES", unit)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for total, refused in ((10, False), (7, True)):
+        taken: list[int] = []
+        monkeypatch.setattr(parking, "host_available_bytes", lambda total=total, taken=taken: total * unit - sum(taken))
+        monkeypatch.setattr(parking.streams, "pin_memory", lambda new, _, taken=taken: taken.append(len(new)) or new)
+        data = torch.arange(4 * unit).to(torch.uint8)
+        parking.HostCopies(len(data), data.device).save(0, data)
+        if refused:
+            with pytest.raises(MemoryError, match="on each rank"):
+                parking.HostCopies(len(data), data.device).save(0, data)
+            continue
+        late = parking.HostCopies(len(data), data.device)
+        late.save(0, data)
+        late.load(0, loaded := torch.empty_like(data))
+        assert torch.equal(loaded, data)
+
+
+def half_made(rank: int, ranks: int) -> list[int]:
+    """What parking frees while an optimizer is there whose constructor failed, and without any."""
+    found = []
+    for module, name, rule in (("adamw", "AdamWUpdater", AdamW), ("torch_optimizer", "StatePlacement", TorchOptimizer)):
+        sharded = sharded_net("uneven", stage=3, **BF16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"dzero.optim.{module}.{name}", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError) as kept:
+                rule(sharded, *([torch.optim.SGD] if rule is TorchOptimizer else []), lr=0.1)
+        found.append(sharded.park())
+        sharded.unpark()
+        del kept
+    sharded = sharded_net("uneven", stage=3, **BF16)
+    return [*found, sharded.park()]
+
+
+def test_an_optimizer_whose_constructor_failed_is_none(pool: Pool) -> None:
+    for found in pool.run(half_made, 2):
+        assert len({*found}) == 1
