@@ -25,6 +25,7 @@ from dzero.checkpoint.shard_boxes import ShardBox, ShardBoxes
 from dzero.comm.collectives import gather_json
 from dzero.models.tensor_views import Readable
 from dzero.optim.state_placement import read
+from dzero.utils.torch_internals import without_wrappers
 from dzero.zero.dtensors import local_of
 from dzero.zero.sharded import Sharded
 
@@ -207,8 +208,10 @@ def _described(sharded: Sharded, own: dict[str, list[torch.Tensor | ShardBox]]) 
         add(place.name, local_of(param).dtype, place.shape, boxes, **flags)
         if boxes:
             own.setdefault(place.name, []).append(place)
+    among_params = {without_wrappers(name) for name in params}
     for name, tensor in model.state_dict().items():
-        alone = name not in params or (name in first_names and not tensor.is_floating_point())
+        is_param = without_wrappers(name) in among_params  # torch's checkpoint_wrapper has its name in params alone
+        alone = not is_param or (name in first_names and not tensor.is_floating_point())
         if alone and name not in told and isinstance(tensor, torch.Tensor) and tensor.dtype in NAMES:
             add(
                 name,

@@ -31,6 +31,7 @@ from dzero.models.llama_names import OURS, PUBLISHED
 from dzero.models.merged_weights import lora_layers
 from dzero.models.meta_init import Initialise
 from dzero.models.tensor_views import Readable, RowNorms
+from dzero.utils.torch_internals import uncompiled
 
 NAME = "default"
 """Name of the adapter in the model, which peft's own `get_peft_model` gives it too."""
@@ -112,6 +113,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 def adapted_part(model: nn.Module) -> Any:
     """Return the part of a model that peft knows, such as a `PeftModel`."""
+    model = uncompiled(model)
     return model.model if isinstance(model, HFDecoder) else model
 
 

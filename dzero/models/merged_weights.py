@@ -122,13 +122,14 @@ class MergedWeight(View):
         return tuple(self.parts[0].shape)
 
     def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """Read the elements [offset, offset + size) along every dim, as a CPU tensor."""
+        """Read the elements [offset, offset + size) along every dim, on the device of the parts."""
         return self()[tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))]
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Return the whole merged weight, on the CPU."""
+        """Return the whole merged weight, computed on the device of the parts."""
         if self.last.of is not self:
+            self.last.of, self.last.value = None, torch.empty(0)  # freed before the next one is computed
             own = {name: part() for name, part in zip(self.names, self.parts, strict=True)}
             # peft loads adapters in fp32, whatever the dtype of the model.
             values = {name: value.clone() if name.startswith(BASE) else value.float() for name, value in own.items()}

@@ -30,6 +30,7 @@ from dzero.models.merged_weights import adapted_decoder, merged_weights
 from dzero.models.mixtral import settings_to_change, to_published
 from dzero.models.moe import MoE
 from dzero.models.tensor_views import Readable
+from dzero.utils.torch_internals import uncompiled, without_wrappers
 
 SETTINGS = {
     "vocab_size": "vocab_size",
@@ -104,6 +105,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
 
 def _base_description(model: nn.Module) -> Description | None:
     """Return the description of a model without its adapters."""
+    model = uncompiled(model)
     if isinstance(model, MoE):
         if settings_to_change(model.shape):
             return None
@@ -168,6 +170,7 @@ def published_tensors(
 
 def published_name(kind: str, name: str) -> str:
     """Return the published name of a parameter or buffer; raise ValueError if models of this kind have no such name."""
+    name = without_wrappers(name)
     if kind == "llama":
         first, *rest = name.split(".")
         if first not in OUTER:

@@ -250,6 +250,16 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile(model)` wraps; any other model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without what `torch.compile(module)` and torch's `checkpoint_wrapper` add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def initializer_of(module: nn.Module) -> Callable[[], None] | None:
     """Return `reset_parameters`, or `_reset_parameters` as nn.MultiheadAttention calls it, or None."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from pool import Pool
 from small_mixtures import mixture
 from test_save_pretrained import VOCAB, model_of, tokens
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training_loops import snapshot, unequal
 
 import dzero
@@ -277,3 +280,46 @@ def plain(rank: int, ranks: int) -> list[str]:
 
 def test_a_model_of_ones_own_has_its_own_names(pool: Pool) -> None:
     assert pool.run(plain, 2) == [[], []]
+
+
+def wrapped(rank: int, ranks: int, folder: Path) -> list[Any]:
+    """Names of a model with compiled or checkpointed layers, or compiled as a whole, that differ from its own."""
+    own = model_of("llama").state_dict().keys()
+    found: list[Any] = []
+    for wrap in (partial(torch.compile, backend="eager"), checkpoint_wrapper):
+        model: Any = model_of("llama")
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = wrap(layer)
+        sharded = dzero.shard(model, stage=3)
+        given = dict(dzero.weights(sharded))
+        dzero.save_pretrained(sharded, folder / str(len(found)))
+        dist.barrier()
+        found += [given.keys() ^ own, unequal(files_in(folder / str(len(found))), given)]
+    whole = dzero.shard(torch.compile(model_of("llama"), backend="eager"), stage=3)
+    return [*found, dict(dzero.weights(whole)).keys() ^ own]
+
+
+def test_names_are_without_those_of_torchs_wrappers(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(wrapped, 2, tmp_path) == [[set(), [], set(), [], set()]] * 2
+
+
+def merging(rank: int, ranks: int) -> list[int]:
+    """Sizes of the merged weights that are still there when the next one is merged."""
+    sharded, last, kept = dzero.shard(adapted(), stage=3), list[weakref.ref[Tensor]](), list[int]()
+    merge = peft.tuners.lora.Linear.merge
+
+    def measured(layer: Any, *args: Any) -> None:
+        kept.extend(each.nbytes for of in last if (each := of()) is not None)
+        merge(layer, *args)
+        last.append(weakref.ref(layer.base_layer.weight))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peft.tuners.lora.Linear, "merge", measured)
+        for _, tensor in dzero.weights(sharded):
+            del tensor
+    assert len(last) == 4
+    return kept
+
+
+def test_one_merged_weight_is_held_at_a_time(pool: Pool) -> None:
+    assert pool.run(merging, 2) == [[], []]
