@@ -201,6 +201,11 @@ def is_outermost(module: FSDPModule, *, is_root: bool) -> bool:
     return not (context.post_backward_final_callback_queued or (not is_root and context.iter_forward_root is not None))
 
 
+def generate_alone(module: nn.Module) -> None:
+    """Let ranks generate by themselves: for FSDP2's modules, transformers waits at each token for the other ranks."""
+    module._is_fsdp_managed_module = False  # type: ignore[assignment]
+
+
 # The check of a backward: FSDP2 registers a method of its state as a hook of the tensors that a forward returns.
 
 BackwardHook = Callable[[torch.Tensor], torch.Tensor]

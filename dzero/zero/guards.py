@@ -87,9 +87,10 @@ def _copy(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[
 
 
 def refuse_own_save(model: nn.Module) -> None:
-    """Make `model.save_pretrained`, which would write shards, raise."""
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _refuse_save  # type: ignore[assignment]
+    """Make `save_pretrained` of the model and of the models in it, which would write shards, raise."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained"):
+            module.save_pretrained = _refuse_save  # type: ignore[assignment]
 
 
 def _refuse_save(*_: object, **__: object) -> None:
@@ -102,7 +103,8 @@ def _refuse_save(*_: object, **__: object) -> None:
 def keep_class_name(module: nn.Module) -> None:
     """Give the class that `fully_shard` made the name of the module's own, by which libraries choose what to do."""
     cls = type(module)
-    cls.__name__, cls.__qualname__ = (name.removeprefix("FSDP") for name in (cls.__name__, cls.__qualname__))
+    own = cls.__bases__[-1]  # after FSDPModule
+    cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
 
 
 def refuse_outside_forward(root: Unit, others: list[Unit]) -> None:

@@ -35,6 +35,7 @@ from dzero.streams import Loans, exist
 from dzero.zero.fsdp_internals import (
     follow_outputs,
     follow_root,
+    generate_alone,
     use_shards,
 )
 from dzero.zero.guards import (
@@ -131,8 +132,7 @@ class Sharder:
         for root in self.roots:
             copy_assigned(root)
             refuse_own_save(root)
-            if callable(getattr(root, "generate", None)):
-                register_fsdp_forward_method(root, "generate")  # which calls parts of the model by themselves
+            self._let_generate(root)
         for unit in units:
             if any(as_module(module) is root for module in unit.modules for root in self.roots):
                 refuse_outside_forward(unit, [other for other in units if other is not unit])
@@ -153,6 +153,15 @@ class Sharder:
         )
         sharded.scalars = names_of(self.model, self.scalars)
         return sharded
+
+    def _let_generate(self, root: nn.Module) -> None:
+        """Gather the root's parameters for `generate` of transformers, which calls parts of the model by themselves."""
+        if callable(getattr(root, "generate", None)):
+            register_fsdp_forward_method(root, "generate")
+        if self.layout.shard == self.layout.replica_shards == 1 and not self.model_groups:  # nothing is gathered
+            for module in root.modules():
+                if hasattr(type(module), "generate"):
+                    generate_alone(module)
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[ParamSlot]) -> Unit:
         """Initialize one unit, round it to the working dtype, shard it, and set FSDP2's switches."""

@@ -1,0 +1,116 @@
+"""`generate` of a sharded model of transformers: the tokens of the whole model, whenever each rank stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, nn
+
+import dzero
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True},
+    "beams": {"do_sample": False, "num_beams": 2},
+}
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None, pad_token_id=0)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def adapted() -> nn.Module:
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model: nn.Module = peft.get_peft_model(decoder(), settings)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.arange(3, 19).view(2, 8)
+
+
+def seq2seq() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0)
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    return model
+
+
+def generated(rank: int, ranks: int, stage: int) -> list[str]:
+    """What differs from the whole model, if every rank stops after another number of tokens; then train on."""
+    found = []
+    for make in (decoder, seq2seq):
+        whole = make().eval()
+        sharded = dzero.shard(make(), stage=stage, precision="fp32")
+        optim = dzero.AdamW(sharded, lr=1e-2)
+        for name, asked in ASKED.items():
+            asked = asked | {"max_new_tokens": 3 + 4 * rank, "eos_token_id": None, "pad_token_id": 0}
+            with pytest.raises(ValueError, match="max_new_tokens"):  # which must leave no trace
+                sharded.model.generate(tokens(), max_new_tokens=-1)
+            outputs = []
+            for model in (whole, sharded.model.eval()):
+                torch.manual_seed(rank)
+                outputs.append(model.generate(tokens()[:, : 3 + rank], **asked))
+            if not torch.equal(*outputs):
+                found.append(f"{type(whole).__name__}, {name}")
+            sharded.model.train()(input_ids=tokens(), labels=tokens()).loss.backward()
+            optim.step()
+            whole.load_state_dict(dict(dzero.weights(sharded)), strict=False)
+    return found
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full)])
+def test_ranks_may_stop_at_different_lengths(pool: Pool, stage: int) -> None:
+    assert pool.run(generated, 2, stage) == [[], []]
+
+
+def alone(rank: int, ranks: int) -> list[tuple[int, ...]]:
+    """Shapes of what rank 0 generates while the others do not."""
+    shapes = []
+    for make in (decoder, adapted):
+        sharded = dzero.shard(make(), stage=0)
+        if rank == 0:
+            found = sharded.model.generate(input_ids=tokens()[:, :3], max_new_tokens=2, do_sample=False)
+            shapes.append(tuple(found.shape))
+        dist.barrier()
+    return shapes
+
+
+def test_at_stage_0_one_rank_may_generate_alone(pool: Pool) -> None:
+    assert pool.run(alone, 2, timeout_s=60)[0] == [(len(tokens()), 5)] * 2
+
+
+class FSDPLinear(nn.Linear):
+    """A class of a user, whose name begins like those that FSDP2 makes."""
+
+
+def named(rank: int, ranks: int, folder: Path) -> tuple[list[str], str]:
+    names = []
+    for _ in range(2):  # FSDP2 keeps its class for the second one
+        model = FSDPLinear(2, 2)
+        dzero.shard(model)
+        names.append(type(model).__name__)
+    sharded: Any = dzero.shard(adapted()).model
+    with pytest.raises(RuntimeError, match="save_pretrained") as told:
+        sharded.get_base_model().save_pretrained(folder)
+    return names, str(told.value)
+
+
+def test_classes_keep_their_names_and_inner_models_save_no_shards(pool: Pool, tmp_path: Path) -> None:
+    for names, told in pool.run(named, 2, tmp_path):
+        assert names == ["FSDPLinear"] * 2
+        assert told.startswith("save_pretrained of a sharded model has only this rank's shards")
+    assert [*tmp_path.iterdir()] == []
