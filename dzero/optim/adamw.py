@@ -78,6 +78,15 @@ class AdamW(MasterOptimizer):
         self.offload.settle()
         sharded.holders.add(self)
 
+    def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
+        super()._check_groups(named)
+        for group in self.param_groups:
+            for key in ("lr", "eps", "weight_decay"):
+                if not group[key] >= 0:
+                    raise ValueError(f"{key}={group[key]}: pass a number that is not negative")
+            if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+                raise ValueError(f"betas={group['betas']}: pass two numbers in [0, 1), such as (0.9, 0.999)")
+
     def _take_group(self, group: dict[str, Any]) -> None:
         for unit in self._sharded.units:
             self._take(unit, set(group["params"]))

@@ -237,6 +237,36 @@ def test_a_parameter_has_one_optimizer(pool: Pool, tmp_path: Path) -> None:
         assert "fp16" in told[3]
 
 
+WRONG: list[dict[str, Any]] = [
+    {"lr": -1.0},
+    {"lr": float("nan")},
+    {"eps": -1e-8},
+    {"weight_decay": -0.1},
+    {"betas": (0.9, 1.0)},
+    {"betas": (-0.1, 0.9)},
+]
+
+
+def given_wrong_settings(rank: int, ranks: int) -> list[str]:
+    """What is told of settings that torch refuses, in arguments and in a group; the model then trains."""
+    sharded, told = sharded_net("even", stage=2), []
+    for settings in WRONG:
+        for args, more in (((), settings), (([{"params": [*sharded.model.parameters()], **settings}],), {})):
+            with pytest.raises(ValueError, match="pass") as raised:
+                AdamW(sharded, *args, **more)
+            told.append(str(raised.value))
+            del raised
+            gc.collect()
+    train(sharded, AdamW(sharded), steps=1)
+    return told
+
+
+def test_settings_that_torch_refuses_are_refused(pool: Pool) -> None:
+    (told,) = pool.run(given_wrong_settings, 1)
+    assert told[0] == told[1] == "lr=-1.0: pass a number that is not negative"
+    assert told[-1] == "betas=(-0.1, 0.9): pass two numbers in [0, 1), such as (0.9, 0.999)"
+
+
 def trained_by_torch(rank: int, ranks: int) -> list[int]:
     """How often a model without an optimizer of ours warned, in 16 and in 32 bits."""
     found = []
