@@ -19,7 +19,7 @@ from dzero.optim.param_state import MOMENTS, InitialValues, ParamState
 from dzero.optim.speculative_step import SpeculativeStep
 from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
 from dzero.optim.torch_state_dict import check_torchs, is_torchs, take_torchs
-from dzero.zero.dtensors import local_of
+from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.rounding import to_working
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
@@ -420,3 +420,4 @@ def _check_states(stored: ParamState, saved: Mapping[str, torch.Tensor]) -> None
                 f"{stored.name}.{key}: a local shard of {tuple(local_of(value).shape)} where this rank's is "
                 f"{tuple(local_of(own).shape)}; load resharded states through DCP"
             )
+        refuse_other_ranks_shard(f"{stored.name}.{key}", value, own)

@@ -25,7 +25,7 @@ from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.requires_unsharded import check_whole
 from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
 from dzero.utils.rules import Settings
-from dzero.zero.dtensors import local_of, placed_like
+from dzero.zero.dtensors import local_of, placed_like, refuse_other_ranks_shard
 from dzero.zero.rounding import to_working
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
@@ -181,8 +181,16 @@ class TorchOptimizer(MasterOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy masters and states from a state dict; dtype and device of the masters do not change."""
+        """Copy masters and states from a state dict; dtype and device of the masters do not change.
+
+        Raises:
+            ValueError: The states are another rank's. Nothing has been changed.
+        """
         self.synchronize()
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, index in zip(own["params"], saved["params"], strict=True):
+                for key, value in state_dict["state"].get(index, {}).items():
+                    refuse_other_ranks_shard(f"{self._held[param].name}.{key}", value, param)
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
             for param, index in zip(own["params"], saved["params"], strict=True):

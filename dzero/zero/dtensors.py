@@ -49,6 +49,28 @@ def placed_like(
     )
 
 
+def refuse_other_ranks_shard(name: str, saved: torch.Tensor, own: torch.Tensor) -> None:
+    """Raise ValueError if `saved`, loaded from a file, is the shard that another rank has of what `own` is a shard of.
+
+    A DTensor in a file keeps the place of the rank that wrote it. Shards of two ranks may have the same shape.
+    """
+    theirs, ours = _place_of(saved), _place_of(own)
+    if theirs is not None and ours is not None and theirs != ours:
+        raise ValueError(
+            f"{name}: a shard of the rank at {theirs} along the sharded axes, where this rank is at {ours}. A file "
+            "that one rank wrote (accelerate's save_state, torch.save) has that rank's shards only: save with "
+            "dzero.Checkpointer or DCP"
+        )
+
+
+def _place_of(tensor: torch.Tensor) -> list[int] | None:
+    """Return the rank's coordinates along the axes of the mesh that cut a DTensor; None for other tensors."""
+    if not isinstance(tensor, DTensor) or (place := tensor.device_mesh.get_coordinate()) is None:
+        return None
+    axes = zip(place, tensor.placements, tensor.device_mesh.shape, strict=True)
+    return [at for at, placement, ranks in axes if placement.is_shard() and ranks > 1]
+
+
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that the operator `func` writes into, according to its schema."""
     arguments = schema_of(func).arguments

@@ -5,6 +5,7 @@ The checks are:
     shard() of a model that is already sharded          error
     parameters tied by .data, modules added later       error
     load_state_dict(assign=True)                        copies, with a warning; error for parameters on meta
+    load_state_dict of what another rank saved          error
     save_pretrained of the model itself                 error
     a module of the root called outside its forward     error, unless a forward left its parameters gathered
     a unit that writes into a dict or list argument     error if FSDP2 gave it a copy that it does not return
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dzero.utils.numba_views import has_memory
 from dzero.utils.torch_internals import is_compiled, registered
-from dzero.zero.dtensors import local_of
+from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
 
@@ -64,11 +65,18 @@ def refuse_unknown(model: nn.Module, known: Iterable[nn.Parameter]) -> None:
             )
 
 
-def copy_assigned(model: nn.Module) -> None:
-    """Make `load_state_dict(assign=True)` copy into the shards, which the optimizer and the units reference."""
+def check_loads(model: nn.Module) -> None:
+    """Make `load_state_dict` refuse shards of another rank, and copy into the shards even with `assign=True`."""
     for module in model.modules():
         if registered(module):
+            module.register_load_state_dict_pre_hook(_refuse_other_ranks)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_copy)  # type: ignore[no-untyped-call]
+
+
+def _refuse_other_ranks(module: nn.Module, state_dict: Any, prefix: str, *_: object) -> None:
+    for name, param in registered(module).items():
+        if param is not None and (value := state_dict.get(prefix + name)) is not None:
+            refuse_other_ranks_shard(prefix + name, value, param)
 
 
 def _copy(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: object) -> None:
@@ -98,6 +106,11 @@ def _refuse_save(*_: object, **__: object) -> None:
         "save_pretrained of a sharded model has only this rank's shards: call dzero.save_pretrained(sharded, folder), "
         "or DzeroTrainer's save_model(folder), on all ranks"
     )
+
+
+def let_accelerate_return(model: nn.Module) -> None:
+    """Make `Accelerator.prepare(model)` return the sharded model as it is, and not wrap it in DDP or autocast."""
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
 
 
 def keep_class_name(module: nn.Module) -> None:

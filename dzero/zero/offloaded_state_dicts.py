@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dzero.mesh import SHARD, host_mesh
-from dzero.zero.dtensors import placed_like
+from dzero.zero.dtensors import placed_like, refuse_other_ranks_shard
 from dzero.zero.offloaded_param import HostStorage, OffDeviceShard, OffDeviceTensor, memory_of
 from dzero.zero.unit import Unit, as_module
 
@@ -38,6 +38,7 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
         for name, param in module.named_parameters(remove_duplicate=False):
             value, memory = state_dict.get(prefix + name), memory_of(param)
             if memory is not None and isinstance(value, DTensor) and isinstance(param, DTensor):
+                refuse_other_ranks_shard(prefix + name, value, param)
                 local = value.to_local()
                 if not isinstance(local, OffDeviceShard):  # otherwise the root's hook has already wrapped it
                     flat = local.contiguous().view(-1)

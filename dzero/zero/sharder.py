@@ -39,8 +39,9 @@ from dzero.zero.fsdp_internals import (
     use_shards,
 )
 from dzero.zero.guards import (
-    copy_assigned,
+    check_loads,
     keep_class_name,
+    let_accelerate_return,
     refuse_lost_writes,
     refuse_outside_forward,
     refuse_own_save,
@@ -130,9 +131,10 @@ class Sharder:
         self.values.equalise_buffers(self.model, self.axes[1].groups)
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
         for root in self.roots:
-            copy_assigned(root)
+            check_loads(root)
             refuse_own_save(root)
             self._let_generate(root)
+            let_accelerate_return(root)
         for unit in units:
             if any(as_module(module) is root for module in unit.modules for root in self.roots):
                 refuse_outside_forward(unit, [other for other in units if other is not unit])
