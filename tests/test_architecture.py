@@ -270,6 +270,7 @@ NOT_TORCHS = {
     "_init_weights": "transformers",
     "_created_lr_scheduler": "transformers",
     "_optimizers": "accelerate",
+    "_is_accelerate_prepared": "accelerate",
 }
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "__dict__.get", "__dict__.pop")
 PRIVATE_MODULE = re.compile(r"torch(\.\w+)*[.:]_\w+")
