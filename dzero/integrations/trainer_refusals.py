@@ -33,6 +33,10 @@ def refuse(trainer: Any) -> None:
             "enable_jit_checkpoint: ranks may be told to stop at different steps, and save together; take save_steps",
         ),
         (
+            getattr(args, "sync_ref_model", False),
+            "sync_ref_model of TRL: it mixes the shards of each rank into a whole reference; leave it away",
+        ),
+        (
             unsaved_best,
             "save_only_model and load_best_model_at_end: the best model is loaded from its states; save these too",
         ),
