@@ -1,4 +1,4 @@
-"""TRL's trainers with `DzeroMixin` before them: the losses of TRL alone."""
+"""TRL's trainers with `DzeroMixin` before them: the losses of TRL alone, which on two ranks is DDP."""
 
 from __future__ import annotations
 
@@ -7,25 +7,46 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RUNS = Path(__file__).with_name("trl_runs.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 STEPS = 10
 
 
-def run(*words: str | Path) -> None:
+def run(folder: Path, launch: list[str], *cases: str) -> dict[str, Any]:
+    script(ROOT / "examples" / "finetune" / "make_model.py", folder / "model")
+    script(*launch, RUNS, folder / "model", folder, *cases)
+    found: dict[str, Any] = json.loads((folder / "losses.json").read_text())
+    return found
+
+
+def script(*words: str | Path) -> None:
     line = [sys.executable, *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(line, capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def check(found: dict[str, Any], *cases: str) -> None:
+    """Compare losses to 1e-6 of them; those of GRPO are small differences of sums, so to 1e-6 of their size."""
+    assert found.pop("told").startswith("DzeroTrainer with sync_ref_model of TRL")
+    assert found.keys() == {*cases} or not cases
+    for case, losses in found.items():
+        assert len({*losses["alone"]}) == STEPS, f"{case}: each step changes the model"
+        close = {"abs": 1e-6} if case == "grpo" else {"rel": 1e-6}
+        assert losses["dzero"] == pytest.approx(losses["alone"], **close), case
 
 
 @pytest.mark.full
 def test_sft_and_dpo_take_ten_steps_with_the_losses_of_trl_alone(tmp_path: Path) -> None:
-    run(ROOT / "examples" / "finetune" / "make_model.py", tmp_path / "model")
-    run(Path(__file__).with_name("trl_runs.py"), tmp_path / "model", tmp_path)
-    found = json.loads((tmp_path / "losses.json").read_text())
-    for kind in ("sft", "dpo"):
-        assert len(found[kind]) == STEPS
-        assert len({*found[kind]}) == STEPS, "each step changes the model"
-        assert found[f"dzero {kind}"] == pytest.approx(found[kind], rel=1e-6)
+    check(run(tmp_path, [], "sft", "dpo"), "sft", "dpo")
+
+
+@pytest.mark.full
+def test_every_trainer_on_two_ranks_has_the_losses_of_trl_with_ddp(tmp_path: Path) -> None:
+    found = run(tmp_path, TORCHRUN)
+    assert len(found) == 12
+    check(found)

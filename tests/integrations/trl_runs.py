@@ -1,70 +1,146 @@
-"""TRL's trainers alone and over dzero, ten steps each: `python trl_runs.py MODEL OUT` writes the losses of all four."""
+"""TRL's trainers alone and over dzero, ten steps each.
+
+    python trl_runs.py MODEL OUT [CASE ...]
+    torchrun --nproc-per-node=2 trl_runs.py MODEL OUT [CASE ...]    # TRL alone is DDP
+
+OUT/losses.json has the losses of both sides, by case.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
+import torch.distributed as dist
 import transformers
 import trl
 
+import dzero
 from dzero.integrations.transformers import DzeroMixin
 
 STEPS = 10
-
-
-class DzeroSFT(DzeroMixin, trl.SFTTrainer):
-    """Supervised fine-tuning."""
-
-
-class DzeroDPO(DzeroMixin, trl.DPOTrainer):
-    """Direct preference optimization."""
-
-
 QUESTIONS = [(f"What is {number} plus 1?", str(number + 1), str(number)) for number in range(32)]
 CHATS = [
     {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
     for question, answer, _ in QUESTIONS
 ]
+PROMPTS = [{"prompt": question} for question, *_ in QUESTIONS]
 PAIRS = [{"prompt": question, "chosen": right, "rejected": wrong} for question, right, wrong in QUESTIONS]
 
 
-def losses(trainer: type[Any], config: type[Any], rows: list[dict[str, Any]], folder: Path, **more: Any) -> list[float]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+def model(of: str = "AutoModelForCausalLM", **given: Any) -> Any:
+    return getattr(transformers, of).from_pretrained(sys.argv[1], dtype=torch.float32, **given)
+
+
+def reference() -> Any:
+    """Return a reference that is not where the policy begins."""
+    torch.manual_seed(5)
+    made = model()
+    with torch.no_grad():
+        for param in made.parameters():
+            param.add_(0.01 * torch.randn_like(param))
+    return made
+
+
+def adapted() -> dict[str, Any]:
+    import peft
+
+    return {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
+
+
+def sharded_reference() -> dict[str, Any]:
+    return {"ref_model": dzero.shard(reference(), stage=3, precision="fp32").model}
+
+
+def scored() -> dict[str, Any]:
+    return {"reward_funcs": lambda completions, **_: [sum(map(ord, each[:5])) % 17 / 17 for each in completions]}
+
+
+SFT, DPO = (trl.SFTTrainer, trl.SFTConfig, CHATS), (trl.DPOTrainer, trl.DPOConfig, PAIRS)
+CASES: dict[str, Any] = {
+    "sft": (*SFT, {}, dict),
+    "sft, assistant only": (*SFT, {"assistant_only_loss": True}, dict),
+    "sft, packing": (*SFT, {"packing": True, "packing_strategy": "wrapped"}, dict),
+    "sft, adapters": (*SFT, {}, adapted),
+    "dpo": (*DPO, {}, dict),
+    "dpo, reference": (*DPO, {}, lambda: {"ref_model": reference()}),
+    "dpo, sharded reference": (*DPO, {}, lambda: {"ref_model": reference()}),
+    "dpo, precomputed": (*DPO, {"precompute_ref_log_probs": True}, dict),
+    "dpo, adapters": (*DPO, {}, adapted),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, {"num_generations": 4, "max_completion_length": 12}, scored),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}, dict),
+}
+"""By name: trainer, class of its arguments, rows, arguments, and a function that makes further things for the trainer."""
+
+
+def on_disk(rows: list[dict[str, Any]], folder: Path) -> Any:
+    """Return a data set that all ranks read from one folder, beside which TRL keeps what it computes once."""
+    if not folder.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
+        datasets.Dataset.from_list(rows).save_to_disk(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return datasets.load_from_disk(folder)
+
+
+def losses(case: str, folder: Path, **over: Any) -> list[float]:
+    trainer, config, rows, asked, more = CASES[case]
     args = config(
         output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
         logging_steps=1,
-        max_length=64,
         bf16=False,
         use_cpu=True,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
+        **({} if case == "grpo" else {"max_length": 64}),
+        **asked,
     )
+    transformers.set_seed(1)
+    whole = model("AutoModelForSequenceClassification", num_labels=1) if case == "reward" else model()
     tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
-    data = datasets.Dataset.from_list(rows)
-    made = trainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, **more)
+    kind = type("Over", (DzeroMixin, trainer), {}) if over else trainer
+    data = on_disk(rows, folder / f"{case} {bool(over)}")
+    given = sharded_reference() if over and case == "dpo, sharded reference" else more()
+    made = kind(model=whole, args=args, train_dataset=data, processing_class=tokenizer, **given, **over)
     made.train()
     return [row["loss"] for row in made.state.log_history if "loss" in row]
 
 
+def told_of_a_synced_reference(folder: Path) -> str:
+    """Return why dzero refuses a reference that TRL would update from the policy's parameters."""
+    args = trl.DPOConfig(output_dir=str(folder), sync_ref_model=True, bf16=False, use_cpu=True, report_to=[])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+    kind, data = type("Over", (DzeroMixin, trl.DPOTrainer), {}), on_disk(PAIRS, folder / "synced")
+    try:
+        kind(model=model(), args=args, train_dataset=data, processing_class=tokenizer, dzero={"stage": 3})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    out, over = Path(sys.argv[2]), {"dzero": {"stage": 3, "offload": "host"}}
-    found = {
-        "sft": losses(trl.SFTTrainer, trl.SFTConfig, CHATS, out),
-        "dzero sft": losses(DzeroSFT, trl.SFTConfig, CHATS, out, **over),
-        "dpo": losses(trl.DPOTrainer, trl.DPOConfig, PAIRS, out),
-        "dzero dpo": losses(DzeroDPO, trl.DPOConfig, PAIRS, out, **over),
-    }
-    (out / "losses.json").write_text(json.dumps(found))
+    out, cases = Path(sys.argv[2]), sys.argv[3:] or [*CASES]
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    found: dict[str, Any] = {"told": told_of_a_synced_reference(out)}
+    for case in cases:
+        print(case, flush=True)
+        alone = losses(case, out)
+        found[case] = {"alone": alone, "dzero": losses(case, out, dzero={"stage": 3, "offload": "host"})}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (out / "losses.json").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
