@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import runpy
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 from pool import Pool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+TRAINERS = ("hf_trainer.py", "trl_sft.py", "from_deepspeed/train.py")
+"""Scripts of transformers' Trainer, which keeps state in singletons: they run in processes of their own."""
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in TRAINERS)
 MOST_LINES = 80
 
 
@@ -41,8 +44,24 @@ def test_an_example_runs_and_learns(pool: Pool, script: str, tmp_path: Path) -> 
         assert again.splitlines()[0].startswith(f"step {len(losses) + 1}: ")
 
 
-def test_one_of_them_runs_as_it_says(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(EXAMPLES / "own_loop.py")]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+def run_by_torchrun(script: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line = [*command, str(EXAMPLES / script)]
+    ended = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("Sharded(Sequential")
+    return ended.stdout
+
+
+def test_one_of_them_runs_as_it_says(tmp_path: Path) -> None:
+    assert run_by_torchrun("own_loop.py", tmp_path).startswith("Sharded(Sequential")
+
+
+@pytest.mark.parametrize(
+    "script", [TRAINERS[0], *(pytest.param(each, marks=pytest.mark.full) for each in TRAINERS[1:])]
+)
+def test_a_script_of_trainer_runs_and_learns(script: str, tmp_path: Path) -> None:
+    assert (EXAMPLES / script).read_text().count("\n") <= MOST_LINES
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", run_by_torchrun(script, tmp_path))]
+    assert len(losses) >= 8
+    assert losses[-1] < losses[0] - 1
+    assert [*tmp_path.iterdir()] == []

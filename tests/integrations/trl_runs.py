@@ -75,7 +75,7 @@ CASES: dict[str, Any] = {
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, {"num_generations": 4, "max_completion_length": 12}, scored),
     "reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}, dict),
 }
-"""By name: trainer, class of its arguments, rows, arguments, and a function that makes further things for the trainer."""
+"""By name: trainer, class of its arguments, rows, arguments, and a function that makes what else the trainer takes."""
 
 
 def on_disk(rows: list[dict[str, Any]], folder: Path) -> Any:
