@@ -25,7 +25,7 @@ SOME = (
 )
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ACCELERATE = [
-    *("-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"),
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"),
     *("--mixed_precision=no", "--dynamo_backend=no"),
 ]
 
