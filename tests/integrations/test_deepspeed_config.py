@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -266,6 +268,26 @@ def test_what_deepspeed_does_not_read_is_needless() -> None:
     assert found.shard == {"stage": 2, "precision": "fp16", "offload": "none"}
 
 
+def test_sections_may_be_any_mapping_and_printing_may_be_left_off() -> None:
+    params = MappingProxyType({"lr": 1e-4, "betas": (0.9, 0.95)})
+    config = {"optimizer": {"type": "AdamW", "params": params}, "steps_per_print": math.inf}
+    assert check_translated(config) == set()
+    assert translate(read(config)).optimizer.options["betas"] == [0.9, 0.95]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"zero_optimization": {"aio": {}}}, "did you mean aio?"),
+        ({"zero_optimization": {"stag": 3}}, "did you mean zero_optimization.stage?"),
+        ({"gradient_clip": 1.0}, "did you mean gradient_clipping?"),
+        ({"scheduler": {"params": {"T_max": 9}}}, "remove it"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_nearest(config: dict[str, Any], told: str) -> None:
+    assert told in str(translate(read(config)).refused[0])
+
+
 def test_the_product_of_batch_sizes_is_checked_by_the_ranks() -> None:
     config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     assert check_translated(config, ranks=8) == set()
@@ -279,8 +301,9 @@ UNREADABLE = [
     (b"", "JSONDecodeError"),
     (b'{"a": 1, // remark\n}', "strict JSON"),
     (b'{"fp16": {"enabled": true, "enabled": false}}', "twice"),
-    (b'{"gradient_clipping": NaN}', "NaN"),
-    (b'{"gradient_clipping": 1e999}', "not finite"),
+    (b'{"gradient_clipping": NaN}', "gradient_clipping is nan"),
+    (b'{"gradient_clipping": 1e999}', "finite"),
+    (b'{"a\\nb": {"steps_per_print": Infinity}}', "steps_per_print is inf"),
     (b'{"train_batch_size": 1' + b"0" * 5000 + b"}", "strict JSON"),
     (b'{"train_batch_size": 1' + b"0" * 100 + b"}", "larger than any setting"),
     (b'{"a": ' * 100_000, "Error"),

@@ -14,10 +14,17 @@ from typing import Any
 
 import deepspeed_runs
 import pytest
+import torch
 
-pytest.importorskip("transformers")
+from dzero.integrations.deepspeed.advice import advise
+from dzero.integrations.deepspeed.reading import read
+from dzero.integrations.deepspeed.trainer import TrainerConfig
+from dzero.integrations.deepspeed.translation import translate
+
+transformers = pytest.importorskip("transformers")
 
 HERE = Path(__file__).parent
+CORPUS = sorted((HERE / "deepspeed_configs").glob("*.json"))
 RUNS: dict[str, Any] = json.loads((HERE / "deepspeed_losses.json").read_text())["runs"]
 ARGS = {"learning_rate": 1e-2}
 AUTO: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
@@ -80,3 +87,38 @@ def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
         )
     for case, logs in zip(RUNS.values(), run(tmp_path, runs, ranks=2), strict=True):
         assert [row["loss"] for row in logs] == pytest.approx(case["losses"], rel=2e-6)
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=[path.stem for path in CORPUS])
+def test_the_advised_arguments_agree_with_the_file(path: Path, tmp_path: Path) -> None:
+    translation = translate(read(path), ranks=1)
+    if translation.refused:
+        return
+    advised = advise(translation, ranks=1).arguments
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, **{"max_steps": 5, **advised})
+    optim = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    found = TrainerConfig(path, args)
+    assert (found.scheduler(optim, args.max_steps, args) is None) == (translation.schedule is None)
+
+
+def test_what_accelerate_launch_says_fills_auto(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    assert TrainerConfig({"bf16": {"enabled": "auto"}}, args).settings["precision"] == "bf16"
+    assert TrainerConfig({"zero_optimization": {"stage": 1}}, args).settings["precision"] == "bf16"
+
+
+def test_no_warm_up_is_told_as_0(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    rates = []
+    for steps in (0, "auto"):
+        params = {"total_num_steps": "auto", "warmup_num_steps": steps}
+        optim = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        schedule = TrainerConfig({"scheduler": {"type": "WarmupDecayLR", "params": params}}, args).scheduler(
+            optim, 4, args
+        )
+        for _ in range(4):
+            rates.append(schedule.get_last_lr())
+            optim.step()
+            schedule.step()
+    assert rates[:4] == rates[4:]

@@ -175,6 +175,11 @@ def _notes(translation: Translation, batch: Mapping[str, int]) -> Iterator[str]:
         yield "dzero train decays matrices only; DeepSpeed, DzeroTrainer and the loop decay every parameter"
     if schedule is None:
         return
+    lr, most = (None if optimizer is None else optimizer.options.get("lr")), schedule[1].get("warmup_max_lr", AUTO)
+    if lr is not None and most not in (lr, AUTO):
+        yield "warmup_max_lr replaces lr; transformers and DzeroTrainer ask for equal ones, so write it as lr in the file"
+    if translation.scaler is not None:
+        yield "in a loop, leave out rates.step() where optim.consecutive_skips > 0, as DeepSpeed and DzeroTrainer do"
     if schedule[0] not in KINDS:
         yield "dzero train has no such schedule: take DzeroTrainer or the loop"
     else:
@@ -201,6 +206,10 @@ def _arguments(translation: Translation, batch: Mapping[str, int], given: set[st
         found["adam_beta1"], found["adam_beta2"] = options["betas"]
     found |= {name: options[key] for key, name in (("eps", "adam_epsilon"),) if key in options}
     found |= {"weight_decay": options["weight_decay"]} if "weight_decay" in options else {}
+    params = {} if translation.schedule is None else translation.schedule[1]
+    for key, name in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "max_steps")):
+        if params.get(key, AUTO) != AUTO:
+            found[name] = int(params[key])
     return found
 
 

@@ -85,8 +85,8 @@ def below(section: str, **groups: tuple[str, Key]) -> dict[str, Key]:
 
 
 SEQUENCES = numbers(whole(1, MOST_SEQUENCES))
-STEPS = numbers(whole(1, MOST_COUNT))
-LOGGED = needless(FLAG, "changes what DeepSpeed prints, not what it trains")
+STEPS, COUNTED = numbers(whole(1, MOST_COUNT)), numbers(whole(0, MOST_COUNT))
+LOGGED = needless(ANY, "changes what DeepSpeed prints, not what it trains")
 TRACE = needless(ANY, "a log of DeepSpeed; take report_to= of TrainingArguments, or TensorBoard of dzero train")
 UNITS = needless(ANY, "dzero gathers and reduces a unit (a block) at a time, so no bucket is tuned")
 DISK = needless(ANY, "dzero's transfers have settings of their own (offload.disk); dzero disk-bench finds them")
@@ -176,6 +176,8 @@ OPTIMIZERS = {
     "adam": "AdamW",
     "adamw": "AdamW",
     "fusedadam": "AdamW",
+    "cpuadam": "AdamW",
+    "deepspeedcpuadam": "AdamW",
     "sgd": "SGD",
     "adagrad": "Adagrad",
 }
@@ -186,11 +188,10 @@ REFUSED_OPTIMIZERS = {
     **dict.fromkeys(("lamb", "onebitlamb"), "AdamW: a trust ratio of each layer needs whole layers"),
     **dict.fromkeys(("onebitadam", "zerooneadam"), "Adam: gradients are reduced whole, in 16 or 32 bits"),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "Adam, AdamW or SGD with parameter groups of mup's rates"),
-    **dict.fromkeys(("cpuadam", "deepspeedcpuadam"), "Adam: offload decides where it runs"),
-    **dict.fromkeys(
-        ("rmsprop", "adadelta", "adamax", "nadam", "radam", "rprop", "asgd"),
-        "dzero.TorchOptimizer(sharded, torch.optim.CLASS), optim.rule=CLASS",
-    ),
+    **{
+        name.lower(): f"dzero.TorchOptimizer(sharded, torch.optim.{name}), optim.rule={name}"
+        for name in ("RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
+    },
 }
 SCHEDULER = {
     "scheduler.type": taken(
@@ -199,7 +200,7 @@ SCHEDULER = {
     ),
     **below(
         "scheduler.params",
-        steps=("warmup_num_steps", taken(STEPS, "steps of the warm-up", "warmup_steps")),
+        steps=("warmup_num_steps", taken(COUNTED, "steps of the warm-up; fewer than 2 are 2", "warmup_steps")),
         total=("total_num_steps", taken(STEPS, "train.steps; of Trainer, the steps of the run", "num_training_steps")),
         kind=("warmup_type", taken(one_of("log", "linear"), "how the rate rises; DeepSpeed's default is log")),
         low=("warmup_min_lr", taken(RATE, "the rate at which the warm-up starts", "zero")),
@@ -230,6 +231,10 @@ PRECISION = {
             needless(FLAG, "a step whose gradients are not finite is always skipped"),
         ),
         now=("immediate_grad_update", needless(FLAG, "gradients are added as they arrive")),
+        scale=(
+            "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+            needless(ANY, "of fp16; bf16 has the range of fp32, and no loss scale"),
+        ),
         masters=(
             "bf16_master_weights_and_grads bf16_optimizer_states",
             refused(
@@ -377,7 +382,7 @@ TRAINING = {
     **below(
         "compile",
         rest=(
-            "enabled backend kwargs passes autoep_non_moe free_activation free_activation_threshold offload_activation "
+            "enabled disable backend kwargs passes autoep_non_moe free_activation free_activation_threshold offload_activation "
             "offload_activation_pin_memory offload_opt_states offload_parameters double_buffer symmetric_memory "
             "debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
             "keep_int_input_tensors keep_all_input_tensors",
@@ -393,13 +398,12 @@ TRAINING = {
     "vocabulary_size": needless(COUNT, "DeepSpeed only warns if it is odd"),
 }
 SERVICE = {
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), needless(SECTION, TRACE.text)),
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config"), needless(SECTION, TRACE.text)),
     "flops_profiler": needless(SECTION, "dzero plan predicts a step; profile=on of dzero train traces one"),
     "comms_logger": needless(SECTION, "sharded.ledger counts what travels"),
     **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), LOGGED),
+    **dict.fromkeys(("log_level", "timers"), LOGGED),
     "steps_per_print": needless(SIGNED, "logging_steps of TrainingArguments; dzero train logs every step"),
-    "log_level": needless(ANY, LOGGED.text),
-    "timers": needless(SECTION, LOGGED.text),
     "zero_allow_untested_optimizer": needless(FLAG, "every optimizer that dzero takes is tested"),
     "zero_force_ds_cpu_optimizer": needless(FLAG, "updates on the host are dzero's own, with the same bits"),
     "checkpoint.use_node_local_storage": refused(FLAG, "false: name a folder that all nodes see", False),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dzero.errors import in_short
+from dzero.integrations.deepspeed.verdicts import shown
 
 MOST_BYTES = 1 << 20
 MOST_DEPTH = 20
 MOST_BITS = 64
 ALIASES = {"bfloat16": "bf16"}
 """Old names of sections."""
+NEVER = "steps_per_print"
+"""Key that may be infinite, as accelerate writes it."""
 
 
 def read(given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -29,13 +32,14 @@ def read(given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         TypeError: `given` is neither a path nor a mapping.
     """
     if isinstance(given, Mapping):
-        what, found = "deepspeed={...}", dict(given)
+        what, found = "deepspeed={...}", given
     elif isinstance(given, str | Path):
         what, found = str(given), _parsed(Path(given))
     else:
         raise TypeError(f"deepspeed={given!r}: a JSON file of DeepSpeed, or its content as a mapping")
-    _check(found, what, 0)
-    config = copy.deepcopy(found)
+    if found.get(NEVER) == math.inf:
+        found = {**found, NEVER: sys.maxsize}
+    config: dict[str, Any] = _plain(found, what, "", 0)
     for old, new in ALIASES.items():
         if old in config and new in config:
             raise ValueError(f"{what}: {old} and {new} are one section; leave {old} away")
@@ -45,7 +49,7 @@ def read(given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _parsed(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; name the JSON file of a DeepSpeed configuration")
     with path.open("rb") as file:
@@ -53,7 +57,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     if len(data) > MOST_BYTES:
         raise ValueError(f"{path}: larger than {MOST_BYTES} bytes, which no configuration is")
     try:
-        config = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeats, parse_constant=_refuse)
+        config = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         told = "write strict JSON (no comments; neither hjson nor base64)"
         raise ValueError(f"{path}: {in_short(error)}; {told}") from error
@@ -71,19 +75,20 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
-
-
-def _check(value: Any, what: str, depth: int) -> None:
-    """Raise ValueError for depths, keys and numbers that no configuration has."""
+def _plain(value: Any, what: str, key: str, depth: int) -> Any:
+    """Return a copy that JSON could hold; raise ValueError for depths, keys and numbers that no configuration has."""
     if depth > MOST_DEPTH:
         raise ValueError(f"{what}: sections lie deeper than {MOST_DEPTH} levels, which no configuration needs")
+    where = f"{what}: {shown(key)[1:-1]}" if key else what
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise ValueError(f"{what}: a number of {value.bit_length()} bits, larger than any setting")
+        raise ValueError(f"{where} is a number of {value.bit_length()} bits, larger than any setting")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{what}: a number that is not finite, or larger than any setting")
-    if isinstance(value, Mapping) and (odd := [key for key in value if not isinstance(key, str)]):
-        raise ValueError(f"{what}: the key {odd[0]!r} is no text")
-    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        _check(each, what, depth + 1)
+        raise ValueError(f"{where} is {value}, or larger than any setting; write a finite number")
+    if isinstance(value, list | tuple):
+        return [_plain(each, what, key, depth + 1) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    for each in value:
+        if not isinstance(each, str):
+            raise ValueError(f"{what}: the key {each!r} is no text")
+    return {name: _plain(each, what, f"{key}.{name}".strip("."), depth + 1) for name, each in value.items()}

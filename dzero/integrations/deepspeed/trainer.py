@@ -34,11 +34,11 @@ AT_START: Values = {
     "betas": lambda args: [args.adam_beta1, args.adam_beta2],
     "adam_epsilon": lambda args: args.adam_epsilon,
     "weight_decay": lambda args: args.weight_decay,
-    "fp16": lambda args: args.fp16,
-    "bf16": lambda args: args.bf16,
+    "fp16": lambda args: args.mixed_precision == "fp16",
+    "bf16": lambda args: args.mixed_precision == "bf16",
     "zero": lambda args: 0,
 }
-"""Values of TrainingArguments by the name under `auto` in the table of keys."""
+"""Values of TrainingArguments, and of `accelerate launch`, by the name under `auto` in the table of keys."""
 FREE = ("zero",)
 """Values that fill "auto", but that the file may contradict."""
 
@@ -60,7 +60,7 @@ class TrainerConfig:
     def __init__(self, given: str | Path | Mapping[str, Any], args: Any) -> None:
         self._config = _filled(read(given), {name: value(args) for name, value in AT_START.items()})
         self._lr = args.learning_rate
-        param = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+        param = None if args.mixed_precision == "no" else args.mixed_precision
         self.translation: Translation = translate(self._config, args.world_size, param)
         if refused := self.translation.refused:
             raise ValueError("deepspeed: " + "; ".join(map(str, refused)))
@@ -91,7 +91,7 @@ class TrainerConfig:
         """
         if self.translation.schedule is None:
             return None
-        late = {"warmup_steps": max(1, args.get_warmup_steps(steps)), "num_training_steps": steps}
+        late = {"warmup_steps": args.get_warmup_steps(steps), "num_training_steps": steps}
         translation = translate(_filled(self._config, late), args.world_size)
         assert translation.schedule is not None
         lr = self._lr if translation.optimizer is None else translation.optimizer.options["lr"]

@@ -95,12 +95,12 @@ def _judged(key: str, value: Any, section: str) -> Verdict:
 
 def _unknown(key: str, section: str) -> str:
     """Return the advice for a key that DeepSpeed does not have: the nearest one, of its section if there is any."""
-    here = [name for name in (*TABLE, *SECTIONS) if name.rpartition(".")[0] == section]
-    if close := difflib.get_close_matches(key, here, n=1, cutoff=0.75):
-        return f"DeepSpeed has no such key; did you mean {close[0]}?"
+    here = {name.rpartition(".")[2]: name for name in (*TABLE, *SECTIONS) if name.rpartition(".")[0] == section}
     last = key.rpartition(".")[2]
+    if close := difflib.get_close_matches(last, here, n=1, cutoff=0.75):
+        return f"DeepSpeed has no such key; did you mean {here[close[0]]}?"
     if elsewhere := [name for name in (*TABLE, *SECTIONS) if name.rpartition(".")[2] == last]:
         return f"DeepSpeed has no such key here; did you mean {elsewhere[0]}?"
-    if close := difflib.get_close_matches(key, [*TABLE, *SECTIONS], n=1):
+    if not section and (close := difflib.get_close_matches(key, [*TABLE, *SECTIONS], n=1)):
         return f"DeepSpeed has no such key; did you mean {close[0]}?"
     return "DeepSpeed has no such key; remove it"
