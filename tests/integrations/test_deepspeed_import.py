@@ -117,6 +117,27 @@ def write_universal(folder: Path, params: dict[str, torch.Tensor], **told: Any) 
     torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
 
 
+def test_frozen_parameters_that_were_left_out_are_those_of_the_model(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(config())
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith("norm.weight"))
+    trained = {name: param.detach() + 1 for name, param in model.named_parameters() if param.requires_grad}
+    left_out = {"ds_config": {"zero_optimization": {"stage": 2}}, "frozen_param_shapes": None}
+    write_universal(tmp_path / "from", trained, **left_out)
+    with pytest.raises(ValueError, match=r"frozen parameters were left out.*import_deepspeed\(FOLDER, TARGET, model\)"):
+        import_deepspeed(tmp_path / "from", tmp_path / "refused")
+    found = stored(import_deepspeed(tmp_path / "from", tmp_path / "out", model))
+    for name, param in model.named_parameters():
+        if name in trained:
+            for key, factor in (("master", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
+                assert torch.equal(found.pop(f"{key}.{name}"), trained[name] * factor)
+        else:
+            assert torch.equal(found.pop(f"param.{name}"), param)
+    assert found == {}
+    with pytest.raises(ValueError, match="of the model is not in it"):
+        import_deepspeed(tmp_path / "from", tmp_path / "on meta", model.to("meta"))
+
+
 def test_weights_of_zero_to_fp32_start_without_moments(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config())
     (tmp_path / "bin").mkdir()

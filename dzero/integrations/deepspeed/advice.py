@@ -177,7 +177,7 @@ def _notes(translation: Translation, batch: Mapping[str, int]) -> Iterator[str]:
         return
     lr, most = (None if optimizer is None else optimizer.options.get("lr")), schedule[1].get("warmup_max_lr", AUTO)
     if lr is not None and most not in (lr, AUTO):
-        yield "warmup_max_lr replaces lr; transformers and DzeroTrainer ask for equal ones, so write it as lr in the file"
+        yield "warmup_max_lr replaces lr; transformers and DzeroTrainer want them equal, so write it as lr in the file"
     if translation.scaler is not None:
         yield "in a loop, leave out rates.step() where optim.consecutive_skips > 0, as DeepSpeed and DzeroTrainer do"
     if schedule[0] not in KINDS:

@@ -232,7 +232,8 @@ PRECISION = {
         ),
         now=("immediate_grad_update", needless(FLAG, "gradients are added as they arrive")),
         scale=(
-            "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+            "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+            "min_loss_scale",
             needless(ANY, "of fp16; bf16 has the range of fp32, and no loss scale"),
         ),
         masters=(
@@ -382,8 +383,8 @@ TRAINING = {
     **below(
         "compile",
         rest=(
-            "enabled disable backend kwargs passes autoep_non_moe free_activation free_activation_threshold offload_activation "
-            "offload_activation_pin_memory offload_opt_states offload_parameters double_buffer symmetric_memory "
+            "enabled disable backend kwargs passes autoep_non_moe free_activation free_activation_threshold "
+            "offload_activation offload_activation_pin_memory offload_opt_states offload_parameters double_buffer symmetric_memory "
             "debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
             "keep_int_input_tensors keep_all_input_tensors",
             needless(ANY, "only read with deepcompile"),

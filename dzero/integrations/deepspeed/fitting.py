@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dzero.integrations.deepspeed.states import DeepSpeedStates
+from dzero.integrations.deepspeed.states import DeepSpeedStates, InModel
 from dzero.models.hf import HFDecoder
 from dzero.models.hf_conversions import as_loaded
 from dzero.models.llama import Llama
@@ -34,6 +34,9 @@ def fitted(states: DeepSpeedStates, model: nn.Module) -> DeepSpeedStates:
     all_of_it = {**states.masters, **states.others}
     converts = not _has_all_names(model, all_of_it)
     found, used = _by_own_names(model, all_of_it, converts)
+    if states.moments:  # weights alone are those of all parameters
+        frozen = {name: param for name, param in params.items() if not (param.requires_grad or param.is_meta)}
+        found |= {name: InModel(name, param) for name, param in frozen.items() if name not in found}
     if missing := sorted((params.keys() | buffers.keys()) - found.keys()):
         raise ValueError(f"{where}: {missing[0]} of the model is not in it, with {len(missing) - 1} others")
     for name, tensor in {**params, **buffers}.items():

@@ -77,8 +77,9 @@ def import_deepspeed(
     Args:
         folder: A universal checkpoint, the folder above it, or a folder of weights.
         target: New folder of checkpoints, which `Checkpointer` resumes from.
-        model: Model that will resume, before `shard`; it may be on the meta device. None: the names and shapes of its
-            parameters are those of DeepSpeed.
+        model: Model that will resume, before `shard`; it may be on the meta device, unless the folder leaves out
+            frozen parameters, which are then taken from it. None: the names and shapes of its parameters are those of
+            DeepSpeed.
         step: Step of the checkpoint. None: that of DeepSpeed's run.
         progress: Called with the bytes of each tensor that was written.
 
@@ -100,6 +101,11 @@ def planned_import(folder: Path, model: nn.Module | None = None, *, step: int | 
         states = _read(folder, files)
         if model is not None:
             states = fitted(states, model)
+        elif states.omits_frozen:
+            raise ValueError(
+                f"{folder}: frozen parameters were left out, as transformers does with adapters: in Python, load the "
+                "model with its adapters, and call import_deepspeed(FOLDER, TARGET, model), which takes them from it"
+            )
         elif not states.moments:
             raise ValueError(
                 f"{folder}: weights alone do not tell which of them are buffers or tied: name the model, --model FOLDER"

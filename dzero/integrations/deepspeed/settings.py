@@ -88,3 +88,11 @@ def loss_scale_of(optimizer: Plain) -> float | None:
     scaler = optimizer.get("loss_scaler")
     scale = scaler.get("cur_scale") if isinstance(scaler, dict) and optimizer.get("dynamic_loss_scale") else None
     return float(scale) if isinstance(scale, int | float) and 0 < scale < math.inf else None
+
+
+def omits_frozen(states: Plain) -> bool:
+    """Return whether frozen parameters were left out of model states; those of stage 1 do not tell."""
+    config = states.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    tells = isinstance(zero, dict) and zero.get("stage") in (2, 3) and "frozen_param_shapes" in states
+    return tells and states["frozen_param_shapes"] is None

@@ -50,6 +50,37 @@ class Named:
 
 
 @dataclass(frozen=True)
+class InModel:
+    """A parameter of the model that will resume, in memory; see `models.tensor_views.Readable`."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Name of the parameter."""
+        return (self.name,)
+
+    @property
+    def where(self) -> str:
+        """Place that an error message names."""
+        return f"{self.name} of the model"
+
+    def __call__(self) -> Tensor:
+        """Return the whole tensor, on the CPU."""
+        return self.tensor.detach().cpu()
+
+    def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return the elements [offset, offset + size) along every dim, as a CPU tensor."""
+        return self()[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+
+
+@dataclass(frozen=True)
 class DeepSpeedStates:
     """States in a folder of DeepSpeed.
 
@@ -64,6 +95,7 @@ class DeepSpeedStates:
         updates: Updates of each parameter, which correct the bias of moments; 0 without moments.
         skipped: Steps of the run that updated nothing.
         scale: Dynamic loss scale of fp16; None without one.
+        omits_frozen: Whether frozen parameters were left out, as transformers saves a model of peft.
         groups: Settings of parameter groups, and the names of their parameters in `params`.
         told: Other plain values, for the checkpoint's `extra`.
     """
@@ -78,5 +110,6 @@ class DeepSpeedStates:
     updates: int = 0
     skipped: int = 0
     scale: float | None = None
+    omits_frozen: bool = False
     groups: list[dict[str, Any]] = field(default_factory=list)
     told: dict[str, Any] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from dzero.integrations.deepspeed.settings import (
     count_of,
     groups_of,
     loss_scale_of,
+    omits_frozen,
     steps_of_groups,
     updates_of,
 )
@@ -92,6 +93,7 @@ def _run(
         "updates": counted[STEPS] - counted[SKIPPED] if updates is None else updates,
         "skipped": counted[SKIPPED],
         "scale": loss_scale_of(optimizer),
+        "omits_frozen": omits_frozen(states.plain),
         "groups": groups,
         "told": {key: states.plain.get(key) for key in ("ds_version", "global_samples", "lr_scheduler")},
     }
