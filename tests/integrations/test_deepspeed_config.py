@@ -257,6 +257,26 @@ def test_values_that_do_not_fit_are_refused_by_their_key(config: dict[str, Any],
     assert check_translated(config) == {key}
 
 
+def test_a_refused_key_leaves_the_others_followed() -> None:
+    config = {
+        "train_batch_size": 10,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "momentum": 0.9}},
+    }
+    found = translate(read(config))
+    assert {each.key for each in found.refused} == {
+        "train_batch_size",
+        "data_types.grad_accum_dtype",
+        "optimizer.params.momentum",
+    }
+    assert (found.batch, found.max_norm, found.precision) == ({"micro": 4}, 0.5, "bf16")
+    assert found.optimizer is not None
+    assert found.optimizer.options["lr"] == 0.1
+
+
 def test_what_deepspeed_does_not_read_is_needless() -> None:
     zero = {"stage": 2, "offload_param": {"device": "nvme"}, "zero_hpz_partition_size": 8}
     found = translate(read({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 2}, "zero_optimization": zero}))

@@ -385,8 +385,8 @@ TRAINING = {
         rest=(
             "enabled disable backend kwargs passes autoep_non_moe free_activation free_activation_threshold "
             "offload_activation offload_activation_pin_memory offload_opt_states offload_parameters double_buffer "
-            "symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
-            "keep_int_input_tensors keep_all_input_tensors",
+            "symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather "
+            "sync_after_allgather keep_int_input_tensors keep_all_input_tensors",
             needless(ANY, "only read with deepcompile"),
         ),
     ),

@@ -94,11 +94,15 @@ def translate(config: Mapping[str, Any], ranks: int | None = None, param: str | 
     values = {key: value for key, value in values.items() if key not in idle}
     found: dict[str, Any] = {}
     against: dict[str, str] = {}
-    for part in (_batch, _zero, _precision, _offload, optimizer_of, schedule_of):
-        try:
-            found |= part(values, ranks=ranks, param=param)
-        except Conflict as error:
-            against[error.key] = error.text
+    for part in (_batch, _clipping, _zero, _precision, _offload, optimizer_of, schedule_of):
+        while True:  # without a key that is refused, the others are still followed
+            try:
+                found |= part(values, ranks=ranks, param=param)
+            except Conflict as error:
+                against.setdefault(error.key, error.text)
+                if values.pop(error.key, None) is not None:
+                    continue
+            break
     for number, each in enumerate(verdicts):
         if (text := against.pop(each.key, None)) is not None:
             verdicts[number] = replace(each, kind=REFUSED, text=text)
@@ -133,9 +137,12 @@ def _batch(v: dict[str, Any], ranks: int | None, **_: Any) -> dict[str, Any]:
             known = " x ".join(str(int(each)) for each in factors)
             raise Conflict("train_batch_size", f"make it {names}, of which are known {known} = {product}")
     given = {"total": total, "micro": micro, "accumulate": accumulate}
-    batch = {key: int(value) for key, value in given.items() if value is not None}
+    return {"batch": {key: int(value) for key, value in given.items() if value is not None}}
+
+
+def _clipping(v: dict[str, Any], **_: Any) -> dict[str, Any]:
     norm = v.get("gradient_clipping", 1.0)
-    return {"batch": batch, "max_norm": norm if norm == AUTO else norm or None}
+    return {"max_norm": norm if norm == AUTO else norm or None}
 
 
 def _zero(v: dict[str, Any], **_: Any) -> dict[str, Any]:
