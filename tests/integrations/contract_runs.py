@@ -450,8 +450,9 @@ def main() -> None:
             print(f"{name}: {side}", flush=True)
             transformers.set_seed(1)
             found[name][side] = HABITS[name](Make(given))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        (out / "results.json").write_text(json.dumps(found))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1 or dist.get_rank() == 0:
+        (out / "results.json").write_text(json.dumps({"ranks": ranks, "habits": found}))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

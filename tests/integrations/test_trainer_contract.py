@@ -25,8 +25,8 @@ SOME = (
 )
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ACCELERATE = [
-    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"),
-    *("--mixed_precision=no", "--dynamo_backend=no"),
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"),
 ]
 
 
@@ -49,7 +49,9 @@ def check(folder: Path, launch: list[str], settings: dict[str, Any], *names: str
     line = [sys.executable, *launch, contract_runs.__file__, str(folder), json.dumps(settings), *names]
     done = subprocess.run(line, capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, (done.stdout[-300:], done.stderr[-4000:])
-    found = json.loads((folder / "results.json").read_text())
+    results = json.loads((folder / "results.json").read_text())
+    assert results["ranks"] == (2 if launch else 1)
+    found = results["habits"]
     assert found.keys() == {*(names or contract_runs.HABITS)}
     for name, sides in found.items():
         alike(sides["dzero"], sides["plain"], name)
