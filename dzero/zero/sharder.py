@@ -60,7 +60,7 @@ from dzero.zero.sharded import Sharded
 from dzero.zero.split_rules import check_experts, check_frozen, check_splits, check_tables
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit import Unit, as_fsdp, as_module
-from dzero.zero.unit_inputs import cast_first_input, own_output
+from dzero.zero.unit_inputs import cast_all_inputs, cast_first_input, own_output
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ParamSlot, Units, roots_of, shapes_of, slots_by_unit
 
@@ -185,15 +185,18 @@ class Sharder:
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=self.layout.param.dtype,
                 reduce_dtype=self.layout.grad.dtype,
-                cast_forward_inputs=is_root,
+                cast_forward_inputs=False,
             ),
             ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
         )
         for module in modules:
             keep_class_name(module)
-        for module in modules if not is_root else ():
-            cast_first_input(module, self.layout.param.dtype)
-            refuse_lost_writes(name, module)
+        for module in modules:
+            if is_root:
+                cast_all_inputs(module, self.layout.param.dtype)
+            else:
+                cast_first_input(module, self.layout.param.dtype)
+                refuse_lost_writes(name, module)
         for module in modules:
             follow_outputs(module, is_root=is_root)
         unit = Unit(

@@ -2,7 +2,8 @@
 
 Models that add or normalize in fp32 pass fp32 to the next block. FSDP2 would cast all floating-point arguments of every
 unit, including tables that are fp32 on purpose (sines of positions). Here, only the first one is cast, which the block
-transforms. FSDP2 still casts all arguments of the whole model.
+transforms. Of the whole model all arguments are cast but those without dimensions: such a number widens no tensor that
+it meets, and may be one that 16 bits cannot hold, such as the count of tokens that Trainer divides its loss by.
 
 FSDP2 detects the backward of a unit by its output, and misses it if the output is a view that is written in place. An
 embedding that is cut by tensor parallelism returns such a view.
@@ -16,7 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.utils.torch_internals import is_view
+from dzero.utils.torch_internals import is_view, tree_leaves, tree_map_only
+
+
+def cast_all_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all floating-point arguments of `module` that have dimensions to `dtype`; call this once."""
+    module.register_forward_pre_hook(partial(_cast_all, dtype), with_kwargs=True)
 
 
 def cast_first_input(module: nn.Module, dtype: torch.dtype) -> None:
@@ -32,6 +38,21 @@ def own_output(module: nn.Module) -> None:
 
 def _copy_view(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output.clone() if isinstance(output, torch.Tensor) and is_view(output) else None
+
+
+def _cast_all(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def other(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 0 and value.dtype != dtype
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if other(value) else value
+
+    if not any(map(other, tree_leaves((args, kwargs)))):
+        return None  # the containers stay the caller's own, such as a cache of keys and values
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, cast, (args, kwargs))
+    return found
 
 
 def _cast(

@@ -226,3 +226,34 @@ def interrupted(rank: int, ranks: int) -> None:
 
 def test_zero_grad_drops_what_was_reduced(pool: Pool) -> None:
     pool.run(interrupted, 2)
+
+
+class Divided(nn.Module):
+    """A model that divides its loss by a count, as models of transformers do, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor, items: Tensor, more: dict[str, Any]) -> Tensor:
+        self.given = [x.dtype, items.dtype, more["list"][0].dtype, more["ids"].dtype]
+        self.more = more
+        return self.layers[0](x).float().sum() / items
+
+
+def counts_in_all_digits(rank: int, ranks: int) -> list[Any]:
+    sharded = shard(Divided(), ZeroConfig(stage=2), mesh=make_mesh("cpu"))
+    count = torch.tensor(100_003.0)  # of its 17 bits bf16 keeps 8; fp16 ends at 65,504
+    x, more = torch.ones(2, 4), {"list": [torch.ones(1)], "ids": torch.arange(3)}
+    ratio = sharded.model(x, torch.tensor(1.0), more) / sharded.model(x, items=count, more=more)
+    given = sharded.model.given
+    cached = {"list": [torch.ones(1, dtype=BF16)], "ids": torch.arange(3)}
+    sharded.model(x.to(BF16), count, cached)
+    return [float(ratio), given, sharded.model.more is cached]
+
+
+def test_a_number_that_divides_the_loss_keeps_its_digits_in_bf16(pool: Pool) -> None:
+    for ratio, given, own in pool.run(counts_in_all_digits, 1):
+        assert ratio == pytest.approx(100_003, rel=1e-6)
+        assert given == [BF16, torch.float32, BF16, torch.int64]
+        assert own, "containers in which nothing is cast are the caller's"
