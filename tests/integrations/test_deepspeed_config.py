@@ -316,6 +316,25 @@ def test_the_product_of_batch_sizes_is_checked_by_the_ranks() -> None:
     assert {"train.microbatch_sequences=8", "train.accumulate=1"} <= {*words}
 
 
+HPZ = [
+    ({}, 4, 2, dzero.ZeroConfig(stage=3, reshard_after_forward=2)),
+    ({}, None, 2, dzero.ZeroConfig(stage=3, reshard_after_forward=2)),
+    ({}, 2, 2, 3),  # a second copy over all ranks is the first
+    ({}, 3, 2, None),
+    ({"offload_param": {"device": "cpu"}}, 4, 2, None),
+    ({"cpu_offload_params": True}, None, 2, None),
+    ({"offload_param": {"device": "none"}}, 4, 2, dzero.ZeroConfig(stage=3, reshard_after_forward=2)),
+]
+
+
+@pytest.mark.parametrize(("zero", "ranks", "part", "stage"), HPZ)
+def test_a_second_copy_fits_the_ranks_or_is_refused(zero: dict[str, Any], ranks: Any, part: int, stage: Any) -> None:
+    found = translate(read({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": part, **zero}}), ranks)
+    refused = [] if stage is not None else ["zero_optimization.zero_hpz_partition_size"]
+    assert [each.key for each in found.refused] == refused
+    assert found.stage == (stage or 3)
+
+
 UNREADABLE = [
     (b"{", "JSONDecodeError"),
     (b"", "JSONDecodeError"),

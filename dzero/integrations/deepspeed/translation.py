@@ -26,7 +26,9 @@ ZERO, OPTIM, PARAM = "zero_optimization", "zero_optimization.offload_optimizer",
 PARAM_DTYPE, GRAD_DTYPE = "data_types.param_dtype", "data_types.grad_accum_dtype"
 SUM_DTYPE = "communication_data_type"
 OFFLOADING = (f"{ZERO}.offload_", f"{ZERO}.cpu_offload")
-STAGE_3 = (f"{PARAM}.", f"{ZERO}.cpu_offload_param", f"{ZERO}.zero_hpz_partition_size")
+HPZ = f"{ZERO}.zero_hpz_partition_size"
+CPU_PARAMS = (f"{ZERO}.cpu_offload_param", f"{ZERO}.cpu_offload_params")
+STAGE_3 = (f"{PARAM}.", CPU_PARAMS[0], HPZ)
 DYNAMIC = tuple(f"fp16.{key}" for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"))
 TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
 PRESETS = {
@@ -145,9 +147,15 @@ def _clipping(v: dict[str, Any], **_: Any) -> dict[str, Any]:
     return {"max_norm": norm if norm == AUTO else norm or None}
 
 
-def _zero(v: dict[str, Any], **_: Any) -> dict[str, Any]:
-    stage, part = int(v.get(f"{ZERO}.stage", 0)), int(v.get(f"{ZERO}.zero_hpz_partition_size", 1))
-    return {"stage": stage if part == 1 else ZeroConfig(stage=3, reshard_after_forward=part)}
+def _zero(v: dict[str, Any], ranks: int | None, **_: Any) -> dict[str, Any]:
+    stage, part = int(v.get(f"{ZERO}.stage", 0)), int(v.get(HPZ, 1))
+    if part in (1, ranks):  # a second copy over all ranks is the first
+        return {"stage": stage}
+    if ranks is not None and ranks % part:
+        raise Conflict(HPZ, f"a divisor of the {ranks} ranks, such as those of a node")
+    if any(v.get(key) for key in CPU_PARAMS) or v.get(f"{PARAM}.device", "none").lower() != "none":
+        raise Conflict(HPZ, "1 with offload_param: FSDP2 keeps the second copy on the device")
+    return {"stage": ZeroConfig(stage=3, reshard_after_forward=part)}
 
 
 def _precision(v: dict[str, Any], param: str | None, **_: Any) -> dict[str, Any]:
@@ -193,7 +201,7 @@ def _scaler(v: dict[str, Any]) -> ScalerConfig:
 
 
 def _offload(v: dict[str, Any], **_: Any) -> dict[str, Any]:
-    legacy = {OPTIM: v.get(f"{ZERO}.cpu_offload"), PARAM: any(v.get(f"{ZERO}.cpu_offload_param{s}") for s in ("", "s"))}
+    legacy = {OPTIM: v.get(f"{ZERO}.cpu_offload"), PARAM: any(v.get(key) for key in CPU_PARAMS)}
     tiers = {each: TIERS["cpu" if legacy[each] else v.get(f"{each}.device", "none").lower()] for each in (OPTIM, PARAM)}
     ratio = float(v.get(f"{OPTIM}.ratio", 1.0))
     if ratio < 1.0 and v.get(f"{ZERO}.stage") != 3:
