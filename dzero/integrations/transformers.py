@@ -188,14 +188,16 @@ class DzeroMixin:
                 raise ValueError("optimizers=: the schedule is of another optimizer than the one beside it")
             trainer.lr_scheduler.optimizer = trainer.optimizer
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **given: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *more: Any, **given: Any
+    ) -> Any:
         """Train, as Trainer does, but save over no checkpoint that is there already."""
         trainer: Any = self
         if trial is None:
             output, saves = Path(trainer.args.output_dir), trainer.args.save_strategy != "no"
             resume_from_checkpoint = checkpoint_to_resume(output, resume_from_checkpoint, saves=saves)
         own: Any = super()
-        return own.train(resume_from_checkpoint, trial, **given)
+        return own.train(resume_from_checkpoint, trial, *more, **given)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the schedule of a DeepSpeed configuration if it has one, else the one of Trainer's arguments."""
