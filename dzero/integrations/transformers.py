@@ -214,6 +214,7 @@ class DzeroMixin:
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
         self._shard().reshard()
+        trainer.accelerator.prepare_model(trainer.model)  # which tells `evaluate` that there is nothing to prepare
         trainer.create_optimizer()
         self._put_optimizer_over_shards()
         trainer.accelerator._optimizers = [Skips(trainer.optimizer)]

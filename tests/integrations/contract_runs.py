@@ -88,7 +88,7 @@ def logs(trainer: Any) -> list[dict[str, float]]:
         "step",
         "num_input_tokens_seen",
     )
-    return [{key: row[key] for key in kept if key in row} for row in trainer.state.log_history]
+    return [{key: row[key] for key in kept if key in row} | {"keys": sorted(row)} for row in trainer.state.log_history]
 
 
 def weights(trainer: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ deepspeed_losses.json was printed by deepspeed_runs.py beside DeepSpeed 0.19.8, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,10 @@ HERE = Path(__file__).parent
 CORPUS = sorted((HERE / "deepspeed_configs").glob("*.json"))
 RUNS: dict[str, Any] = json.loads((HERE / "deepspeed_losses.json").read_text())["runs"]
 ARGS = {"learning_rate": 1e-2}
+OVERFLOWS: dict[str, Any] = {
+    "args": {**ARGS, "fp16": True},
+    "deepspeed": {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}},
+}
 AUTO: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 REFUSED = [
     ({"deepspeed": {"gradient_clipping": 0.5}}, "gradient_clipping=0.5 but max_grad_norm=1.0"),
@@ -58,7 +63,7 @@ def run(folder: Path, runs: list[dict[str, Any]], ranks: int = 1) -> list[Any]:
 
 def test_losses_are_those_of_deepspeed_and_contradictions_are_refused(tmp_path: Path) -> None:
     resumed = {**RUNS["decay"], "resume": str(tmp_path / "1" / "checkpoint-3")}
-    cases = [*RUNS.values(), resumed, {"args": RUNS["auto"]["args"]}]
+    cases = [*RUNS.values(), resumed, {"args": RUNS["auto"]["args"]}, OVERFLOWS]
     found = run(tmp_path, [*cases, *({"args": ARGS, **each} for each, _ in REFUSED)])
     for case, logs in zip(cases[: len(RUNS)], found, strict=False):
         assert [row["loss"] for row in logs] == pytest.approx(case["losses"], rel=2e-6)
@@ -68,6 +73,12 @@ def test_losses_are_those_of_deepspeed_and_contradictions_are_refused(tmp_path: 
     plain, auto = found[len(RUNS) + 1], found[[*RUNS].index("auto")]
     for row, want in zip(auto, plain, strict=True):
         assert row == pytest.approx(want, rel=1e-6)
+    taken = [math.isfinite(row["grad_norm"]) for row in found[len(RUNS) + 2]]
+    assert not taken[0]
+    assert taken[-1]
+    want = [1e-2 * (1 - sum(taken[:step]) / deepspeed_runs.STEPS) for step in range(deepspeed_runs.STEPS)]
+    rates = [row["learning_rate"] for row in found[len(RUNS) + 2]]
+    assert rates == pytest.approx(want), "the schedule stands still on skipped steps"
     for (_, told), message in zip(REFUSED, found[len(cases) :], strict=True):
         assert isinstance(message, str), told
         assert told in message
