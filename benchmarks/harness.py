@@ -18,7 +18,7 @@ import importlib
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,14 +49,24 @@ class Measured:
 
 
 def measure(
-    sides: Sequence[str], workload: Any, *, rounds: int, steps: int, ranks: int = RANKS, module: str = "sides"
+    sides: Sequence[str],
+    workload: Any,
+    *,
+    rounds: int,
+    steps: int,
+    ranks: int = RANKS,
+    module: str = "sides",
+    serve: Callable[..., None] | None = None,
 ) -> dict[str, Measured]:
-    """Run all `sides` interleaved; `workload`: `workload.Workload`. module: that has them, as sides.py does."""
+    """Run all `sides` interleaved; `workload`: `workload.Workload`. module: that has them, as sides.py does.
+
+    serve: what a rank runs in place of this file's loop.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pairs = {}
         try:
             for side in sides:
-                pairs[side] = _Side(side, workload, Path(folder), ranks, module)
+                pairs[side] = _Side(side, workload, Path(folder), ranks, module, serve or _serve)
             results = {side: Measured(side, losses=list(pair.warm_losses)) for side, pair in pairs.items()}
             order, shuffle = list(sides), random.Random(0)
             for done in range(rounds):
@@ -73,8 +83,10 @@ def measure(
 class _Side(Children):
     """A side's processes."""
 
-    def __init__(self, side: str, workload: Any, folder: Path, ranks: int, module: str) -> None:
-        super().__init__(ranks, _serve, side, workload, str(folder / side), ranks, module)
+    def __init__(
+        self, side: str, workload: Any, folder: Path, ranks: int, module: str, serve: Callable[..., None]
+    ) -> None:
+        super().__init__(ranks, serve, side, workload, str(folder / side), ranks, module)
         self._ranks = ranks
         self.warm_losses = _mean_by_step(self.first)
 

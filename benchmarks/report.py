@@ -19,7 +19,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 COMMIT = ""
 """Of the tree, where git cannot tell it: a copy without its history, or a machine without git."""
-PACKAGES = ("torch", "deepspeed", "numba", "torchao")
+PACKAGES = ("torch", "deepspeed", "numba", "torchao", "transformers", "accelerate")
 
 
 def circumstances() -> dict[str, Any]:

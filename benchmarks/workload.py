@@ -54,7 +54,7 @@ class Batches:
     """int64 [samples, tokens + 1] for (step, rank); random windows of the text."""
 
     def __init__(self, workload: Workload) -> None:
-        self._workload, self._text = workload, _library_bytes()
+        self._workload, self._text = workload, library_bytes()
 
     def get(self, step: int, rank: int) -> Tensor:
         w = self._workload
@@ -69,7 +69,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def _library_bytes() -> Tensor:
+def library_bytes() -> Tensor:
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
