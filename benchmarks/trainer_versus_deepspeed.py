@@ -207,14 +207,15 @@ def speed_text(found: dict[str, Any], precision: str) -> str:
                 ratio_of_medians(step_s["deepspeed"], step_s["dzero"]),
                 ratio_of_medians(cpu_s["deepspeed"], cpu_s["dzero"]),
                 ratio_of_medians(step_s["plain"], step_s["dzero"]),
+                ratio_of_medians(cpu_s["plain"], cpu_s["dzero"]),
                 " · ".join(f"{peaks[side] / 2**20:.0f}" for side in SIDES),
                 f"{peaks['dzero'] / peaks['deepspeed']:.2f}",
                 load,
             ]
         )
     sides = " · ".join(SIDES)
-    header = ["configuration", f"tokens/s: {sides}", "dzero over DeepSpeed", "the same by processor time"]
-    header += ["dzero over plain", f"peak MiB per rank: {sides}", "dzero over DeepSpeed", "load"]
+    header = ["configuration", f"tokens/s: {sides}", "dzero over DeepSpeed", "by processor time"]
+    header += ["dzero over plain", "by processor time", f"peak MiB per rank: {sides}", "dzero over DeepSpeed", "load"]
     return f"{precision}: speed and peak resident memory above the start\n\n{table(header, rows)}"
 
 
