@@ -11,6 +11,8 @@ embedding that is cut by tensor parallelism returns such a view.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -44,15 +46,27 @@ def _cast_all(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     def other(value: Any) -> bool:
+        if _is_record(value):
+            return any(map(other, tree_leaves(vars(value))))
         return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 0 and value.dtype != dtype
 
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype) if other(value) else value
+    def cast(value: Any) -> Any:
+        if not other(value):
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype)
+        found = copy.copy(value)
+        vars(found).update(tree_map_only(object, cast, vars(value)))
+        return found
 
     if not any(map(other, tree_leaves((args, kwargs)))):
         return None  # the containers stay the caller's own, such as a cache of keys and values
-    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, cast, (args, kwargs))
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(object, cast, (args, kwargs))
     return found
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
 
 
 def _cast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -228,6 +229,12 @@ def test_zero_grad_drops_what_was_reduced(pool: Pool) -> None:
     pool.run(interrupted, 2)
 
 
+@dataclass(frozen=True)
+class Record:
+    values: list[Tensor]
+    name: str = "record"
+
+
 class Divided(nn.Module):
     """A model that divides its loss by a count, as models of transformers do, and keeps what it was given."""
 
@@ -237,6 +244,7 @@ class Divided(nn.Module):
 
     def forward(self, x: Tensor, items: Tensor, more: dict[str, Any]) -> Tensor:
         self.given = [x.dtype, items.dtype, more["list"][0].dtype, more["ids"].dtype]
+        self.given += [more["record"].values[0].dtype] if "record" in more else []
         self.more = more
         return self.layers[0](x).float().sum() / items
 
@@ -247,6 +255,9 @@ def counts_in_all_digits(rank: int, ranks: int) -> list[Any]:
     x, more = torch.ones(2, 4), {"list": [torch.ones(1)], "ids": torch.arange(3)}
     ratio = sharded.model(x, torch.tensor(1.0), more) / sharded.model(x, items=count, more=more)
     given = sharded.model.given
+    record = Record([torch.ones(1)])
+    sharded.model(x, count, {**more, "record": record})
+    given += [*sharded.model.given[-1:], record.values[0].dtype]
     cached = {"list": [torch.ones(1, dtype=BF16)], "ids": torch.arange(3)}
     sharded.model(x.to(BF16), count, cached)
     return [float(ratio), given, sharded.model.more is cached]
@@ -255,5 +266,5 @@ def counts_in_all_digits(rank: int, ranks: int) -> list[Any]:
 def test_a_number_that_divides_the_loss_keeps_its_digits_in_bf16(pool: Pool) -> None:
     for ratio, given, own in pool.run(counts_in_all_digits, 1):
         assert ratio == pytest.approx(100_003, rel=1e-6)
-        assert given == [BF16, torch.float32, BF16, torch.int64]
+        assert given == [BF16, torch.float32, BF16, torch.int64, BF16, torch.float32], "the caller's record stays"
         assert own, "containers in which nothing is cast are the caller's"
