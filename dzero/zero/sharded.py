@@ -227,7 +227,7 @@ class Sharded:
         if where not in WHERE:
             raise ValueError(f"park(where={where!r}): choose one of {[*WHERE]}")
         if path is not None and where != "disk":
-            raise ValueError(f"park(path={path!r}) has no effect with where={where!r}: take where='disk', or remove it")
+            raise ValueError(f"park(path={path!r}): only where='disk' writes a file; leave the path away")
         self.check_unparked()
         if self._has_gradients():
             raise RuntimeError("park() with gradients of a step that has not ended: call step() or zero_grad() first")

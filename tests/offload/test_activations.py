@@ -367,7 +367,7 @@ def test_so_is_what_fails_on_the_way_to_the_disk(pool: Pool, tmp_path: Path, act
 def unused(rank: int, ranks: int, offload: OffloadConfig) -> None:
     sharded = shard(nn.Linear(8, 8), ZeroConfig(), offload=offload)
     with pytest.raises(
-        ValueError, match=rf"offload\.activations={offload.activations} has no effect: FSDPLinear has no blocks"
+        ValueError, match=rf"offload\.activations={offload.activations} has no effect: Linear has no blocks"
     ):
         AdamW(sharded)
 

@@ -243,7 +243,7 @@ def test_whatever_reads_parked_states_is_refused_and_nothing_is_lost(
         assert others == [
             "unpark(): nothing is parked",
             "park(where='gpu'): choose one of ['host', 'disk']",
-            "park(path='x') has no effect with where='host': take where='disk', or remove it",
+            "park(path='x'): only where='disk' writes a file; leave the path away",
             "park() with gradients of a step that has not ended: call step() or zero_grad() first",
         ]
         assert differ == []
