@@ -295,7 +295,10 @@ class DzeroMixin:
         if trainer.args.should_save:
             if isinstance(trainer.model, transformers.PreTrainedModel) and trainer.model.can_generate():
                 trainer.model.generation_config.save_pretrained(target)
-            if (processing := trainer.processing_class) is not None:
+            processing = trainer.processing_class
+            if processing is None:
+                processing = getattr(trainer.data_collator, "tokenizer", None)
+            if processing is not None:
                 processing.save_pretrained(target)
             torch.save(trainer.args, target / "training_args.bin")
 

@@ -21,7 +21,7 @@ KINDS = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "c
 
 @dataclass(frozen=True)
 class Advice:
-    """What to write in place of a DeepSpeed configuration.
+    """Three ways to go on from a DeepSpeed configuration.
 
     Attributes:
         arguments: Arguments of TrainingArguments that agree with the file.

@@ -42,7 +42,7 @@ TAKEN, NEEDLESS, REFUSED = "taken", "needless", "refused"
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of one key.
+    """Rule for one key.
 
     Attributes:
         verdict: `taken`, `needless` or `refused`.

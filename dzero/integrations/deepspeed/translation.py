@@ -45,7 +45,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Translation:
-    """What dzero needs in place of a DeepSpeed configuration.
+    """Settings of dzero that a configuration asks for, with a verdict on each key.
 
     Attributes:
         verdicts: What becomes of each key.

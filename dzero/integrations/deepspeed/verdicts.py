@@ -18,7 +18,7 @@ REMARKS = ("_", "//", "#", "comment")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one key of a configuration.
+    """Decision on one key of a configuration.
 
     Attributes:
         key: Its name, with those of its sections before it.
