@@ -80,6 +80,7 @@ class Watchdog:
         self._collective_log, self._starting = CollectiveLog(), True
         self._beats = 0
         self._stuck: list[RankStatus | None] = []  # all ranks, read when this one had made no progress for a while
+        self._stuck_s = 0.0  # when they were read
         self._over = threading.Event()
         # A connection of its own, so that a thread that waits for the store blocks no other user of the store.
         self._store, _, _ = rendezvous("watch", timeout)
@@ -116,7 +117,7 @@ class Watchdog:
                 if self._collective_log.count != count:
                     count, since_s, self._stuck = self._collective_log.count, time.monotonic(), []
                 elif not self._stuck and time.monotonic() - since_s > self._timeout.total_seconds() / 2:
-                    self._stuck = self._read()
+                    self._stuck, self._stuck_s = self._read(), time.monotonic()
                 elif self._is_on_device() and time.monotonic() - since_s > self._timeout.total_seconds():
                     self._tell(TimeoutError("timed out: the device has not come to the end of this collective"))
             except dist.DistError:  # the store is gone, and so is the group: ranks in a collective will report it
@@ -144,9 +145,9 @@ class Watchdog:
     def _tell(self, error: Exception) -> None:
         # A start, a save or a resume may begin no collective for a long time although all ranks are there.
         stuck = [] if self._starting or isinstance(error, RankLost) else self._stuck
-        before, until_s = stuck or self._read(), time.monotonic() + (0 if stuck else SILENT_S)
+        before, read_s = (stuck, self._stuck_s) if stuck else (self._read(), time.monotonic())
         places = self._read()
-        while time.monotonic() < until_s and silent(before, places):
+        while time.monotonic() < read_s + SILENT_S and silent(before, places):
             time.sleep(BEAT_S / 4)
             places = self._read()
         gone = silent(before, places) or [place for place in places if place is not None and place.ended]
