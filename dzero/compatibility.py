@@ -32,7 +32,7 @@ KINDS = ("param", "grad", "master", "moments")
 IMPORT = "model=tiny_moe model.weights=FOLDER"
 LORA, NO_ADAPTERS = "adapter.kind=lora", "adapter.kind=none"
 OF_A_FOLDER = "adapter=lora model=hf model.name_or_path=gpt2 model.weights=true"
-ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5}
 
 
 def idle(key: str, where: str, why: str, take: str, example: str) -> Rule:
@@ -42,6 +42,16 @@ def idle(key: str, where: str, why: str, take: str, example: str) -> Rule:
 
 def _inner_divisors(run: Settings) -> list[int]:
     return divisors(run["axis.shard"])[1:-1]
+
+
+def _summed_over(run: Settings) -> int:
+    """Return the size of the axis over which `zero.reduce_group` divides the ranks."""
+    return int(run["axis.shard"] if run["axis.shard"] > 1 else run["axis.replicate"])
+
+
+def _reduce_groups(run: Settings) -> str:
+    inner = divisors(_summed_over(run))[1:-1]
+    return f"zero.reduce_group=null or a divisor between: {inner}" if inner else "zero.reduce_group=null"
 
 
 def _reshard_values(run: Settings) -> str:
@@ -236,6 +246,54 @@ STATES = (
         also=lambda run: not _one_tier(run),
     ),
     Rule("precision.moments=int8 param.fused", "a block would mix the cuts", "precision.moments=bf16", ""),
+)
+IN_BLOCKS = "precision.reduce=int8|int4"
+WIRE = (
+    idle("precision.gather", "axis.shard=1", "over which nothing is gathered", "", "mesh.dp=1 precision.gather=int8"),
+    Rule(
+        f"{IN_BLOCKS} axis.shard=1",
+        "blocks are summed where gradients are sharded over several ranks",
+        "precision.reduce=auto, or zero.stage=1, 2 or 3 over more ranks",
+        "mesh.dp=1 precision.reduce=int8",
+    ),
+    Rule(
+        f"{IN_BLOCKS} axis.replicate>1 axis.shard>1",
+        "sums over replicas are not in blocks",
+        "mesh.replicate=1, with zero.reduce_group=<ranks of a node> for two hops, or precision.reduce=auto",
+        "mesh.dp=4 mesh.replicate=2 precision.reduce=int4",
+    ),
+    Rule(
+        f"{IN_BLOCKS} zero.reduction=native",
+        "a backend sums elements of a dtype",
+        "zero.reduction=auto or exact",
+        "mesh.dp=2 precision.reduce=int8 zero.reduction=native",
+    ),
+    idle(
+        "zero.reduce_group",
+        "zero.reduction=native",
+        "where the backend chooses the route",
+        "zero.reduction=auto or exact",
+        "mesh.dp=4 zero.reduce_group=2 zero.reduction=native",
+    ),
+    Rule(
+        "zero.reduce_group!=null axis.shard axis.replicate",
+        "groups of as many ranks do not divide the ranks that sum",
+        _reduce_groups,
+        "mesh.dp=4 zero.reduce_group=3",
+        also=lambda run: run["zero.reduce_group"] not in divisors(_summed_over(run))[1:-1],
+    ),
+    *(
+        Rule(
+            f"{setting} mesh.ep>1",
+            "experts are summed over other ranks than the rest of the model",
+            take,
+            f"model=tiny_moe mesh.ep=2 mesh.dp=4 {example}",
+        )
+        for setting, take, example in (
+            (IN_BLOCKS, "precision.reduce=auto", "precision.reduce=int8"),
+            ("zero.reduce_group!=null", "zero.reduce_group=null", "zero.reduce_group=2"),
+        )
+    ),
 )
 FROZEN = (
     *(
@@ -763,7 +821,7 @@ RUN = (
     ),
     idle("data.weights", "data.paths=null", "", "data.paths=[...]", "data.weights=[1,2]"),
 )
-RULES = (*MESH, *EXPERTS, *STATES, *FROZEN, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
+RULES = (*MESH, *EXPERTS, *STATES, *WIRE, *FROZEN, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
 
 
 def check_compatible(settings: Settings) -> None:

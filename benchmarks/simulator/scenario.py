@@ -19,7 +19,7 @@ from dzero.parallel.parallelize import ParallelConfig, ParallelModel, paralleliz
 from dzero.parallel.pipeline.schedule import HiddenStates, order_of
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.loss import losses_of
-from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
+from dzero.zero.config import PrecisionConfig, ZeroConfig, sums_exactly
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 
@@ -76,7 +76,7 @@ class Scenario:
             replicate=replicate,
             shard=degree,
             microbatches=self.accumulate,
-            exact=is_exact(self.zero.reduction, self.device_type),
+            exact=sums_exactly(self.zero, self.precision, self.device_type),
             model_ranks=self.mesh.tp,
             pipeline_ranks=self.mesh.pp,
         )

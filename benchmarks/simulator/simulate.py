@@ -45,7 +45,7 @@ from dzero.parallel.parallelize import ParallelModel
 from dzero.parallel.pipeline.schedule import expected_pipeline
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.utils.torch_internals import fake_tensors
-from dzero.zero.config import is_exact
+from dzero.zero.config import sums_exactly
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shard import ModelInit, shard
@@ -198,7 +198,7 @@ def _passes(scenario: Scenario, parts: ModelStages, run: Callable[[torch.Tensor 
 
 def _sharded_on_meta(scenario: Scenario, cut: ParallelModel) -> Sharded:
     """Shard the model before it has storages, since cutting fake tensors into thousands of shards is 10 x slower."""
-    exact = is_exact(scenario.zero.reduction, scenario.device_type)
+    exact = sums_exactly(scenario.zero, scenario.precision, scenario.device_type)
     return shard(
         cut,
         replace(scenario.zero, reduction="exact" if exact else "native"),

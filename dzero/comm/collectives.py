@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from dzero.comm.collective_log import Collective, CollectiveLog
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import AxisReduction, all_gather_single
 from dzero.comm.spans import span
+from dzero.comm.wire import Blocks, Wire, dtype_on_wire, sent_bytes
 
 
 class _Buffers:
@@ -37,22 +39,34 @@ class _Buffers:
 
 
 class _Works(dist.Work):
-    """Several works as one, which FSDP2 waits for before it copies out."""
+    """Several works as one, which FSDP2 waits for before it copies out; `after` is called once they are done."""
 
-    def __init__(self, span: str, works: list[dist.Work], collective_log: CollectiveLog) -> None:
+    def __init__(
+        self,
+        span: str,
+        works: list[dist.Work],
+        collective_log: CollectiveLog,
+        after: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._span, self._works, self._collective_log = span, works, collective_log
+        self._span, self._works, self._collective_log, self._after = span, works, collective_log, after
 
     def wait(self, timeout: object = None) -> bool:
         """Block (CPU), or make the current stream wait (CUDA), until all works are done."""
         with span(self._span), self._collective_log.waiting():
             for work in self._works:
                 work.wait()
+        after, self._after = self._after, None
+        if after is not None:
+            after()
         return True
 
 
 class UnshardParams(_Buffers):
     """Gathers one unit's shards [n] into its unsharded buffer [ranks * n], in the parameters' dtype.
+
+    In blocks (qwZ of ZeRO++, Wang et al. 2023, section 3.1), every rank gets the same rounded values, its own included.
+    A gather in a smaller group (hpZ) reads shards of gathered values, and sends them as they are.
 
     Args:
         unit: Name of the unit.
@@ -60,11 +74,19 @@ class UnshardParams(_Buffers):
         axis: Name of the mesh axis.
         ledger: Ledger that counts the collective.
         before: Called when FSDP2 is about to read the shards.
+        blocks: Format on the wire; None: the parameters' dtype.
     """
 
     def __init__(
-        self, unit: str, exchange: AxisReduction, axis: str, ledger: Ledger, before: Callable[[], None]
+        self,
+        unit: str,
+        exchange: AxisReduction,
+        axis: str,
+        ledger: Ledger,
+        before: Callable[[], None],
+        blocks: Blocks | None = None,
     ) -> None:
+        self._blocks = blocks
         self._span, self._unit, self._exchange, self._axis = f"all_gather {unit}", unit, exchange, axis
         self._ledger, self._before = ledger, before
 
@@ -81,20 +103,32 @@ class UnshardParams(_Buffers):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather as FSDP2 asks; return the work to wait for before reading the output, or None if already waited."""
-        exchange = self._exchange
+        exchange, blocks, decode = self._exchange, self._blocks, None
         if group is not exchange.group:  # reshard_after_forward=<int>: backward gathers in a smaller group
-            exchange = type(exchange)(group)  # type: ignore[call-arg]
+            exchange, blocks = type(exchange)(group), None  # type: ignore[call-arg]
         begun = Collective.of("all_gather", self._unit, self._axis, input_tensor.numel(), input_tensor.dtype)
         with span(self._span), self._ledger.collective_log.within(begun, group):
-            works = exchange.all_gather(output_tensor, input_tensor)
-            sent = (exchange.ranks - 1) * input_tensor.nbytes
-            self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
+            gathered, part = output_tensor, input_tensor
+            if blocks is not None:
+                gathered = torch.empty(exchange.ranks * blocks.nbytes, dtype=torch.uint8, device=output_tensor.device)
+                part = gathered.view(exchange.ranks, -1)[group.rank()]
+                blocks.encode(input_tensor, part)
+                decode = partial(_decode, blocks, gathered, output_tensor)
+            works = exchange.all_gather(gathered, part)
+            sent = (exchange.ranks - 1) * part.nbytes
+            self._ledger.record("unshard", "all_gather", self._axis, gathered.dtype, sent)
         # Unless FSDP2 asked for a work, it orders streams by an event that it records right after this call.
-        pending = _Works(f"wait {self._span}", works, self._ledger.collective_log)
+        pending = _Works(f"wait {self._span}", works, self._ledger.collective_log, decode)
         if async_op or not streams.exist(output_tensor.device):
             return pending
         pending.wait()
         return None
+
+
+def _decode(blocks: Blocks, payloads: torch.Tensor, output: torch.Tensor) -> None:
+    """Write the values of the payloads of all ranks to `output` [ranks * n]."""
+    for row, part in zip(payloads.view(-1, blocks.nbytes), output.view(-1, blocks.elems), strict=True):
+        blocks.decode(row, part)
 
 
 class ReduceGrads(_Buffers):
@@ -106,7 +140,7 @@ class ReduceGrads(_Buffers):
         unit: Name of the unit.
         exchange: Collectives along the axis.
         axis: Name of the mesh axis.
-        wire: Dtype of the payload.
+        wire: Format of the payload.
         ledger: Ledger that counts the collective.
         loans: Loans of the parts to other streams that read them, if any.
     """
@@ -116,7 +150,7 @@ class ReduceGrads(_Buffers):
         unit: str,
         exchange: AxisReduction,
         axis: str,
-        wire: torch.dtype,
+        wire: Wire,
         ledger: Ledger,
         loans: streams.Loans | None = None,
     ) -> None:
@@ -139,11 +173,12 @@ class ReduceGrads(_Buffers):
     ) -> None:
         """Implement FSDP2's signature: input [ranks * n], output [n], complete when this returns."""
         del group, op, async_op  # FSDP2 reduces on its own stream and never waits for a work
-        begun = Collective.of("reduce_scatter", self._unit, self._axis, output_tensor.numel(), self._wire)
+        wire = dtype_on_wire(self._wire)
+        begun = Collective.of("reduce_scatter", self._unit, self._axis, output_tensor.numel(), wire)
         with span(self._span), self._ledger.collective_log.within(begun, self._exchange.group):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
-        sent = (self._exchange.ranks - 1) * output_tensor.numel() * self._wire.itemsize
-        self._ledger.record("reduce", "reduce_scatter", self._axis, self._wire, sent)
+        sent = sent_bytes(self._wire, output_tensor.numel(), self._exchange.hops)
+        self._ledger.record("reduce", "reduce_scatter", self._axis, wire, sent)
 
 
 class AverageReplicas:
@@ -161,7 +196,7 @@ class AverageReplicas:
             exchange.all_reduce(grads, wire)
         owned = -(-grads.numel() // exchange.ranks)
         back = grads.dtype if exchange.exact else wire
-        sent = (exchange.ranks - 1) * owned * (wire.itemsize + back.itemsize)
+        sent = sent_bytes(wire, owned, exchange.hops) + (exchange.ranks - 1) * owned * back.itemsize
         self._ledger.record("reduce", "all_reduce", self._axis, wire, sent)
 
 

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import torch
 
-from dzero.utils.numba_views import JIT, as_array, from_bf16, has_memory
+from dzero.utils.numba_views import JIT, as_array, from_bf16, has_memory, to_bf16
 
 TILE_ELEMS = 2048
 DTYPES = (torch.float32, torch.bfloat16)
@@ -54,14 +54,6 @@ def _kernel(*, wire_bf16: bool, output_bf16: bool) -> Callable[..., None]:
             into = output[start : start + size]
             for i in range(size):
                 mean = total[i] * scale
-                into[i] = _to_nearest_bf16(mean) if output_bf16 else mean
+                into[i] = to_bf16(mean) if output_bf16 else mean
 
     return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
-
-
-@numba.njit(inline="always")
-def _to_nearest_bf16(value):  # type: ignore[no-untyped-def]
-    """Return the bf16 pattern that torch's cast gives: ties to even; every NaN becomes 0x7FC0."""
-    bits = np.float32(value).view(np.uint32)
-    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)

@@ -1,9 +1,9 @@
 """Reductions along one mesh axis: `ExactReduction`, a function of its inputs alone, or the backend's `NativeReduction`.
 
 Exact (the default on gloo):
-    reduce       every rank sends each peer the peer's part in the *wire* dtype; the owner sums in fp32 in rank order,
+    reduce       every rank sends each peer the peer's part in the *wire* format; the owner sums in fp32 in rank order,
                  multiplies by 1/ranks and rounds once to the output's dtype. The result is the same for any stage,
-                 unit size, block size or algorithm.
+                 unit size, block size or algorithm. Over many ranks, or with quantized payloads, see comm/hop_sum.py.
     gather       every rank sends its part directly to its place at each peer, without staging.
     all-to-all   the same, with a different part for each peer.
 Native: the backend's own reduce_scatter / all_gather / all_reduce in the wire dtype, then times 1/ranks. fp16 is
@@ -23,6 +23,10 @@ import torch
 import torch.distributed as dist
 
 from dzero.comm import host_sum
+from dzero.comm.hop_sum import HopSum, pieces_of, staged_bytes
+from dzero.comm.hops import Hops
+from dzero.comm.messages import swap
+from dzero.comm.wire import Blocks, Wire
 from dzero.utils.torch_internals import gather_method, reduce_scatter_method
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
@@ -41,14 +45,16 @@ class AxisReduction(Protocol):
     Attributes:
         group: Process group of the axis.
         ranks: Number of ranks.
+        hops: Route of sums.
         exact: Whether sums are fp32, so that an all-reduce returns full precision instead of the wire dtype's.
     """
 
     group: dist.ProcessGroup
     ranks: int
+    hops: Hops
     exact: bool
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: Wire) -> None:
         """Average `full` [ranks * n] over the axis and write this rank's part to `output` [n], of any float dtype."""
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
@@ -62,15 +68,21 @@ class AxisReduction(Protocol):
 
 
 class ExactReduction:
-    """Pairwise exchange and fp32 sums in rank order; see the module's note."""
+    """Pairwise exchange and fp32 sums in rank order; see the module's note.
+
+    Args:
+        group: Process group of the axis.
+        hops: Route of sums and gathers. None: that of `Hops.of` for this number of ranks.
+    """
 
     exact = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, hops: Hops | None = None) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self.hops = hops or Hops.of(self.ranks)
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: Wire) -> None:
         """Average `full` exactly, in blocks."""
         self._average(output, full.view(self.ranks, -1).unbind(), wire)
 
@@ -79,7 +91,7 @@ class ExactReduction:
         length = -(-full.numel() // self.ranks)
         chunks = [full[r * length : (r + 1) * length] for r in range(self.ranks)]
         self._average(chunks[self.rank], chunks, wire)
-        for work in swap(self.group, send=[chunks[self.rank]] * self.ranks, receive=chunks):
+        for work in self._gather(full, chunks):
             work.wait()
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
@@ -87,7 +99,22 @@ class ExactReduction:
         parts = list(output.view(self.ranks, -1).unbind())
         if not _same_memory(parts[self.rank], part):  # FSDP2 passes the view itself
             parts[self.rank].copy_(part)
-        return swap(self.group, send=[part] * self.ranks, receive=parts)
+        return self._gather(output, parts)
+
+    def _gather(self, full: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Start to gather `parts`, which are the consecutive parts of `full`, the last of which may be shorter.
+
+        In two hops, a group first gathers its own parts, and then sends them all to its counterparts in other groups.
+        """
+        hops = self.hops
+        works = swap(self.group, send=[parts[self.rank]] * self.ranks, receive=parts, ranks=hops.inside(self.rank))
+        if hops.outer == 1:
+            return works
+        for work in works:
+            work.wait()
+        width = hops.inner * parts[0].numel()
+        groups = [full[r // hops.inner * width :][:width] for r in range(self.ranks)]
+        return swap(self.group, send=[groups[self.rank]] * self.ranks, receive=groups, ranks=hops.across(self.rank))
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
         """Start to exchange the parts directly with all peers."""
@@ -95,9 +122,15 @@ class ExactReduction:
         receive[self.rank].copy_(send[self.rank])
         return swap(self.group, send=send, receive=receive)
 
-    def _average(self, output: torch.Tensor, parts: Sequence[torch.Tensor], wire: torch.dtype) -> None:
+    def _average(self, output: torch.Tensor, parts: Sequence[torch.Tensor], wire: Wire) -> None:
         """Compute output [n] = round(sum over ranks r, in order, of the payload of r for this rank / ranks)."""
         length = max(part.numel() for part in parts)
+        if isinstance(wire, Blocks) or self.hops.outer > 1:
+            pieces = pieces_of(wire, length, self.hops, BLOCK_BYTES.get(output.device.type, STAGING_BYTES))
+            if pieces:
+                staging = self._staged(staged_bytes(pieces, self.hops), output.device)
+                HopSum(self.group, self.hops, pieces, staging).average(output, parts)
+            return
         block = self._block_elems(length, wire, parts[0])
         buffers = cycle(self._stage(block, wire, parts[0]))
 
@@ -125,7 +158,8 @@ class ExactReduction:
             outgoing = [
                 slot[: piece.numel()].copy_(piece) for slot, piece in zip(buffer[self.ranks :], pieces, strict=True)
             ]
-        works = swap(self.group, send=outgoing, receive=[slot[: mine.numel()] for slot in incoming])
+        receive = [slot[: mine.numel()] for slot in incoming]
+        works = swap(self.group, send=outgoing, receive=receive)
         return works, outgoing[self.rank], incoming
 
     def _sum(self, output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor) -> None:
@@ -144,48 +178,20 @@ class ExactReduction:
         return max(1, min(length, BLOCK_BYTES.get(like.device.type, STAGING_BYTES) // (slots * wire.itemsize)))
 
     def _stage(self, block: int, wire: torch.dtype, like: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return two buffers of [slots, block], kept between calls (fresh pages cost more than the sum)."""
+        """Return two buffers of [slots, block]; fresh pages would cost more than the sum."""
         slots = self.ranks * (1 if like.dtype == wire else 2)
-        needed = 2 * slots * block * wire.itemsize
-        if self._staging.numel() < needed or self._staging.device != like.device:
-            self._staging = torch.empty(needed, dtype=torch.uint8, device=like.device)
-        return self._staging[:needed].view(wire).view(2, slots, block).unbind()
+        staging = self._staged(2 * slots * block * wire.itemsize, like.device)
+        return staging.view(wire).view(2, slots, block).unbind()
 
-
-def swap(group: dist.ProcessGroup, *, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[dist.Work]:
-    """Start sending `send[r]` to each peer r and receiving `receive[r]` from it; wait for the returned works.
-
-    Empty tensors are not sent, as both sides know the sizes. The tensors at this rank's own index are not touched.
-    """
-    rank = group.rank()
-    peers = [peer for peer in range(group.size()) if peer != rank]
-    if not send[rank].is_cuda:  # `batch_isend_irecv` does the same on gloo, but its wrappers cost more than the calls
-        works = []
-        for peer in peers:
-            if (tensor := receive[peer]).numel():
-                works.append(group.recv([tensor], peer, _tag(tensor)))
-            if (tensor := send[peer]).numel():
-                works.append(group.send([tensor], peer, _tag(tensor)))
-        return works
-    ops = [
-        dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=_tag(tensor))
-        for peer in peers
-        for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer]))
-        if tensor.numel()
-    ]
-    return list(dist.batch_isend_irecv(ops)) if ops else []
+    def _staged(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory, uint8 [nbytes], kept between calls."""
+        if self._staging.numel() < nbytes or self._staging.device != device:
+            self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._staging[:nbytes]
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
-
-
-def _tag(tensor: torch.Tensor) -> int:
-    """Return a tag by size, so that messages of different sizes never match.
-
-    On a mismatch gloo would end one rank's process and give the other rank a part of the message.
-    """
-    return tensor.nbytes & 0x7FFFFFFF
 
 
 class NativeReduction:
@@ -195,11 +201,14 @@ class NativeReduction:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
+        self.hops = Hops(self.ranks)
         self._now = dist.ReduceScatterOptions()
         self._now.asyncOp = False  # for nccl: on the current stream
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: Wire) -> None:
         """Average in the wire dtype, in the backend's order."""
+        if isinstance(wire, Blocks):
+            raise TypeError("the backend sums elements of a dtype, not blocks")
         target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
         work = _reduce_scatter(self.group, target, self._payload(full, wire), self._now)
         if work is not None:  # on gloo; nccl is ordered on its stream

@@ -10,6 +10,7 @@ from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
 from dzero.utils.terminal import Table
+from dzero.zero.cost_model import unit_bytes
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
@@ -43,48 +44,33 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
     the gathers of backward, and last in the reductions. Expert units are next to the block that contains them.
     """
     *blocks, root = _nested(units)
-    microbatches, itemsize = layout.microbatches, layout.param.dtype.itemsize
-    tables = {unit.name: layout.of_unit(unit) for unit in units}
+    microbatches = layout.microbatches
+    sent = {unit.name: unit_bytes(layout, unit) for unit in units}
 
-    def one(
-        phase: str, kind: str, axis: str, unit: UnitShape, ranks: int, owned_bytes: int
-    ) -> Iterator[PlannedCollective]:
-        if ranks > 1 and owned_bytes:
-            yield PlannedCollective(phase, kind, axis, unit.name, unit.name, (ranks - 1) * owned_bytes)
+    def one(phase: str, kind: str, axis: str, unit: UnitShape, sent_bytes: int) -> Iterator[PlannedCollective]:
+        if sent_bytes:
+            yield PlannedCollective(phase, kind, axis, unit.name, unit.name, sent_bytes)
 
     def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[PlannedCollective]:
-        own = tables[unit.name]
-        n, replicas, hop = own.shard, own.replicate, own.replicate_wire
-        trained = unit.shard_elems(n, trainable_only=True)
-        yield from one(phase, "reduce_scatter", SHARD, unit, n, trained * layout.wire.itemsize)
-        if last and layout.replica_shards > 1:
-            part = unit.shard_elems(n, replicas, trainable_only=True)
-            yield from one(phase, "reduce_scatter", REPLICATE, unit, replicas, part * hop.itemsize)
-        elif last:
-            back = layout.grad.dtype if layout.exact else hop
-            owned = -(-trained // replicas) * (hop.itemsize + back.itemsize)
-            yield from one(phase, "all_reduce", REPLICATE, unit, replicas, owned)
+        yield from one(phase, "reduce_scatter", SHARD, unit, sent[unit.name].reduce)
+        if last:
+            kind = "reduce_scatter" if layout.replica_shards > 1 else "all_reduce"
+            yield from one(phase, kind, REPLICATE, unit, sent[unit.name].across)
 
     for index in range(microbatches):
         last = index == microbatches - 1
         forward, backward = (phase_of(direction, index, microbatches) for direction in ("forward", "backward"))
         if layout.param.sharded or index == 0:
             for unit in (root, *blocks):
-                n = tables[unit.name].shard
-                yield from one(forward, "all_gather", SHARD, unit, n, unit.shard_bytes(n, itemsize))
+                yield from one(forward, "all_gather", SHARD, unit, sent[unit.name].gather)
         for unit in (root, *reversed(blocks)):
-            own = tables[unit.name]
-            if layout.param.sharded and own.gathers_again:
-                inner = own.shard if isinstance(own.reshard_after_forward, bool) else own.reshard_after_forward
-                owned = unit.shard_bytes(inner, itemsize)
-                yield from one(backward, "all_gather", SHARD, unit, inner, owned)
+            yield from one(backward, "all_gather", SHARD, unit, sent[unit.name].gather_again)
             if layout.grad_sync_policy(last).reduce and unit is not root:
                 yield from reduced(backward, unit, last)
         if layout.grad_sync_policy(last).reduce:
             yield from reduced(backward, root, last)
-    for unit in units if layout.replica_shards > 1 else ():
-        part = unit.shard_elems(layout.shard, layout.replicate, trainable_only=True)
-        yield from one("update", "all_gather", REPLICATE, unit, layout.replicate, part * itemsize)
+    for unit in units:
+        yield from one("update", "all_gather", REPLICATE, unit, sent[unit.name].update)
 
 
 def _nested(units: Sequence[UnitShape]) -> list[UnitShape]:

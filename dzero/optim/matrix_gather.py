@@ -20,7 +20,7 @@ import torch
 
 from dzero.comm.collective_log import Collective
 from dzero.comm.ledger import Entry, Traffic
-from dzero.comm.reduction import swap
+from dzero.comm.messages import swap
 from dzero.comm.spans import span
 from dzero.mesh import REPLICATE, SHARD
 from dzero.optim import newton_schulz

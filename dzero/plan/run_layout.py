@@ -26,7 +26,7 @@ from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
 from dzero.utils.hub_cache import is_repository
 from dzero.utils.rules import Settings
-from dzero.zero.config import is_exact
+from dzero.zero.config import sums_exactly
 from dzero.zero.layout import Layout
 
 
@@ -65,7 +65,7 @@ def layout_of(config: RunConfig, device: str, ranks: int | None = None) -> Layou
         replicate=replicate,
         shard=shard,
         microbatches=config.train.microbatches(config.mesh.readers(ranks)),
-        exact=is_exact(config.zero.reduction, device),
+        exact=sums_exactly(config.zero, config.precision, device),
         model_ranks=config.mesh.tp,
         pipeline_ranks=config.mesh.pp,
         expert_ranks=config.mesh.ep,

@@ -105,6 +105,14 @@ def from_bf16(pattern):  # type: ignore[no-untyped-def]
     return np.uint32(np.uint32(pattern) << np.uint32(16)).view(np.float32)
 
 
+@numba.njit(inline="always")
+def to_bf16(value):  # type: ignore[no-untyped-def]
+    """Return the bf16 pattern that torch's cast of an fp32 value gives: ties to even; every NaN becomes 0x7FC0."""
+    bits = np.float32(value).view(np.uint32)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+
+
 @intrinsic
 def pointer(typing_context, address):  # type: ignore[no-untyped-def]
     """Convert an integer address to a pointer inside a kernel: `carray(pointer(a), n, dtype)` is the array there."""

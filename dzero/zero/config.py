@@ -12,24 +12,12 @@ from dzero.utils.rules import Settings, shown
 
 REDUCTIONS = ("auto", "exact", "native")
 FLOATS = ("fp32", "bf16", "fp16")
+QUANTIZED = ("int8", "int4")
 FROZEN_FORMATS = ("param", "int8", "nf4")
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bf16", "int8")
 SHARD_AXES = (["shard"], ["replicate", "shard"])
 UNUSED = ("agree", "zeros")
-
-
-def is_exact(reduction: str, device_type: str) -> bool:
-    """Return whether gradients are summed exactly.
-
-    "auto" is exact on the CPU, where exact sums are also faster over gloo, and native on CUDA devices (nccl).
-
-    Raises:
-        ValueError: If `reduction` is not one of `REDUCTIONS`.
-    """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"zero.reduction={reduction!r}: choose one of {list(REDUCTIONS)}")
-    return reduction == "exact" or (reduction == "auto" and device_type == "cpu")
 
 
 @accepts_old_names("zero")
@@ -46,7 +34,11 @@ class ZeroConfig:
     """Class names of modules that are sharded and gathered together, or in Python a predicate of modules. null: blocks,
     large embedding and head."""
     reduction: str = "auto"
-    """Gradient sums: exact (fp32 in rank order), native (the backend's), or auto (exact on CPU, native on CUDA)."""
+    """Gradient sums: exact (fp32 in rank order), native (the backend's), or auto (exact on CPU, native on CUDA; exact
+    where quantized or in two hops)."""
+    reduce_group: int | None = None
+    """Ranks whose gradients are summed first, such as a node's. Sums take two hops, inside these groups and then between
+    them. null: one hop, and two from 64 ranks on."""
     optimizer_shard_axes: list[str] = field(default_factory=lambda: ["shard"])
     """Mesh axes over which master parameters and moments are sharded: [shard], or [replicate,shard]."""
     unused: str = "agree"
@@ -65,7 +57,8 @@ class ZeroConfig:
         is_names = isinstance(self.units, Sequence) and all(isinstance(each, str) for each in self.units)
         if self.units is not None and not is_names and not callable(self.units):
             raise ValueError(f"zero.units={self.units!r}: a list of class names, or in Python a predicate of modules")
-        is_exact(self.reduction, "cpu")  # raises ValueError for an unknown reduction
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"zero.reduction={self.reduction!r}: choose one of {list(REDUCTIONS)}")
         check_compatible(Settings.of(zero=self))
 
 
@@ -76,7 +69,10 @@ class PrecisionConfig:
     param: str = "bf16"
     """Parameters and compute: fp32, bf16 or fp16."""
     reduce: str = "auto"
-    """Payload of the gradient reduction: fp32, bf16, fp16, or auto (that of param; that of grad for native sums)."""
+    """Payload of the gradient reduction: fp32, bf16, fp16, auto (that of param; that of grad for native sums), or int8
+    or int4 in blocks (qgZ of ZeRO++)."""
+    gather: str = "auto"
+    """Payload of the gathers of parameters: auto (that of param), or int8 or int4 in blocks (qwZ of ZeRO++)."""
     grad: str = "auto"
     """Stored gradients: that of param, fp32, or auto (fp32 with several microbatches, hybrid sharding, or native sums
     with reduce=auto; otherwise that of param)."""
@@ -90,7 +86,8 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         for key, value, allowed in (
             ("param", self.param, [*FLOATS]),
-            ("reduce", self.reduce, ["auto", *FLOATS]),
+            ("reduce", self.reduce, ["auto", *FLOATS, *QUANTIZED]),
+            ("gather", self.gather, ["auto", *QUANTIZED]),
             ("grad", self.grad, ["auto", *FLOATS]),
             ("master", self.master, [*MASTERS]),
             ("moments", self.moments, [*MOMENTS]),
@@ -99,6 +96,17 @@ class PrecisionConfig:
             if value not in allowed:
                 raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")
         check_compatible(Settings.of(precision=self))
+
+
+def sums_exactly(zero: ZeroConfig, precision: PrecisionConfig, device_type: str) -> bool:
+    """Return whether gradients are summed in fp32 in rank order.
+
+    "auto" is exact on the CPU, where exact sums are also faster over gloo, and for what a backend cannot do: sums of
+    quantized payloads, or in two hops. Otherwise it is native (nccl).
+    """
+    if zero.reduction == "auto":
+        return device_type == "cpu" or precision.reduce in QUANTIZED or zero.reduce_group is not None
+    return zero.reduction == "exact"
 
 
 PRECISIONS = {

@@ -14,7 +14,8 @@ At stage 3, a unit that closes forward (head and root) stays gathered from forwa
 With replica shards, a reduce-scatter of gradients and an all-gather of updated parameters replace the
 all-reduce over r.
 
-Bytes are counted as in `comm/ledger.py`. A unit with quantized weights is gathered as stored, in uint8. The counts
+Bytes are counted as in `comm/ledger.py`. A unit with quantized weights is gathered as stored, in uint8, and blocks
+(comm/wire.py) are counted as uint8 too. The counts
 hold for units whose parameters are all trained: FSDP2 skips the backward gather of a leading unit whose input and
 parameters need no gradient.
 """
@@ -29,6 +30,7 @@ import torch
 
 from dzero.comm import dtensor_traffic
 from dzero.comm.ledger import Entry, Traffic, dtype_key
+from dzero.comm.wire import dtype_on_wire, sent_bytes
 from dzero.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.zero.layout import Layout, TableRow
 from dzero.zero.unit_shapes import UnitShape
@@ -46,37 +48,70 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
     """
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
 
-    def add(
-        kind: str, axis: str, ranks: int, owned_bytes: int, wire: torch.dtype, calls: int, phase: str = "reduce"
-    ) -> None:
-        if ranks > 1 and owned_bytes and calls:
-            totals[Entry(phase, kind, axis, dtype_key(wire))] += Traffic(calls, calls * (ranks - 1) * owned_bytes)
+    def add(kind: str, axis: str, sent: int, wire: torch.dtype, calls: int, phase: str = "reduce") -> None:
+        if sent and calls:
+            totals[Entry(phase, kind, axis, dtype_key(wire))] += Traffic(calls, calls * sent)
 
-    microbatches, dtype, wire = layout.microbatches, layout.param.dtype, layout.wire
+    microbatches, dtype = layout.microbatches, layout.param.dtype
     for unit in units:
-        own = layout.of_unit(unit)
-        n, replicas, hop = own.shard, own.replicate, own.replicate_wire
-        back = layout.grad.dtype if layout.exact else hop
-        stored, trained = torch.uint8 if unit.quantized else dtype, unit.shard_elems(n, trainable_only=True)
+        own, sent = layout.of_unit(unit), unit_bytes(layout, unit)
+        blocks = unit.quantized or own.gather_bits is not None
         gathers = microbatches if layout.param.sharded else 1
-        add("all_gather", SHARD, n, unit.shard_bytes(n, dtype.itemsize), stored, gathers, "unshard")
-        if layout.param.sharded and own.gathers_again:
-            inner = n if own.reshard_after_forward is True else int(own.reshard_after_forward)
-            owned = unit.shard_bytes(inner, dtype.itemsize)
-            add("all_gather", SHARD, inner, owned, stored, microbatches, "unshard")
+        add("all_gather", SHARD, sent.gather, torch.uint8 if blocks else dtype, gathers, "unshard")
+        again = torch.uint8 if unit.quantized or (blocks and own.reshard_after_forward is True) else dtype
+        add("all_gather", SHARD, sent.gather_again, again, microbatches, "unshard")
         reduces = microbatches if layout.grad.sharded else 1
-        add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
+        add("reduce_scatter", SHARD, sent.reduce, dtype_on_wire(own.reduce_wire(unit)), reduces)
         if layout.replica_shards > 1:
-            part = unit.shard_elems(n, replicas, trainable_only=True)
-            add("reduce_scatter", REPLICATE, replicas, part * hop.itemsize, hop, 1)
-            add("all_gather", REPLICATE, replicas, part * dtype.itemsize, dtype, 1, "update")
+            add("reduce_scatter", REPLICATE, sent.across, own.replicate_wire, 1)
+            add("all_gather", REPLICATE, sent.update, dtype, 1, "update")
             continue
-        owned = -(-trained // replicas)
-        add("all_reduce", REPLICATE, replicas, owned * (hop.itemsize + back.itemsize), hop, 1)
+        add("all_reduce", REPLICATE, sent.across, own.replicate_wire, 1)
         for param in unit.params:
             if param.name in shared and param.trainable:
-                add("exchange", PIPELINE, 2, param.shard_elems(n) * layout.grad.dtype.itemsize, layout.grad.dtype, 1)
+                exchanged = param.shard_elems(own.shard) * layout.grad.dtype.itemsize
+                add("exchange", PIPELINE, exchanged, layout.grad.dtype, 1)
     return dict(totals)
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes that one rank sends in each collective of a unit; 0 where there is none.
+
+    Attributes:
+        gather: Gather of its parameters for forward.
+        gather_again: Gather of its parameters for backward.
+        reduce: Reduction of its gradients over the shard axis.
+        across: Reduction of this rank's gradients over the replicate axis.
+        update: Gather of updated replica shards.
+    """
+
+    gather: int
+    gather_again: int
+    reduce: int
+    across: int
+    update: int
+
+
+def unit_bytes(layout: Layout, unit: UnitShape) -> UnitBytes:
+    """Return the bytes of each collective of a unit in a model with this layout."""
+    own, itemsize = layout.of_unit(unit), layout.param.dtype.itemsize
+    n, replicas, hop = own.shard, own.replicate, own.replicate_wire
+    trained, blocks = unit.shard_elems(n, trainable_only=True), own.gather_blocks(unit)
+    gather = (n - 1) * (unit.shard_bytes(n, itemsize) if blocks is None else blocks.nbytes)
+    again = 0
+    if layout.param.sharded and own.gathers_again:
+        inner = n if own.reshard_after_forward is True else int(own.reshard_after_forward)
+        again = gather if inner == n else (inner - 1) * unit.shard_bytes(inner, itemsize)
+    if layout.replica_shards > 1:
+        part = unit.shard_elems(n, replicas, trainable_only=True)
+        across, update = sent_bytes(hop, part, own.hops(REPLICATE, replicas)), (replicas - 1) * part * itemsize
+    else:
+        part, back = -(-trained // replicas), layout.grad.dtype if layout.exact else hop
+        across = sent_bytes(hop, part, own.hops(REPLICATE, replicas)) + (replicas - 1) * part * back.itemsize
+        update = 0
+    reduce = sent_bytes(own.reduce_wire(unit), trained, own.hops(SHARD, n)) if trained else 0
+    return UnitBytes(gather, again, reduce, across, update)
 
 
 def copies_of(layout: Layout, unit: UnitShape) -> Traffic:

@@ -19,19 +19,22 @@ are all derived from it. This module has no tensors and no communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from dzero.comm.hops import Hops
+from dzero.comm.wire import FORMATS, Blocks, Wire
 from dzero.compatibility import check_compatible
 from dzero.hardware import dtype_name, dtype_of
-from dzero.mesh import expert_degrees
+from dzero.mesh import REPLICATE, SHARD, expert_degrees
 from dzero.utils.rules import Settings
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.offload_config import FROZEN, KINDS, OffloadConfig
 from dzero.zero.quantized_weights import CODECS, WeightCodec
-from dzero.zero.unit_shapes import UnitShape
+from dzero.zero.unit_shapes import ParamShape, UnitShape
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,12 @@ class Layout:
     """Ranks of the pipeline, which share the layers."""
     unused: str = "agree"
     """Setting `ZeroConfig.unused`."""
+    reduce_bits: int | None = None
+    """Bits of a code, if reductions are of blocks (comm/wire.py)."""
+    gather_bits: int | None = None
+    """Bits of a code, if parameters are gathered in blocks."""
+    reduce_group: int | None = None
+    """Setting `ZeroConfig.reduce_group`."""
     settings: Settings = field(default=Settings({}), repr=False, compare=False)
     """Settings that the layout was derived from, for checks of what comes later, such as an update rule."""
 
@@ -143,7 +152,8 @@ class Layout:
         wide = microbatches > 1 or hybrid or (precision.reduce == "auto" and summed_on_wire)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and wide)
         grad = torch.float32 if fp32_grad else param
-        wire = dtype_of(precision.reduce) if precision.reduce != "auto" else grad if summed_on_wire else param
+        plain = precision.reduce not in ("auto", *FORMATS)
+        wire = dtype_of(precision.reduce) if plain else grad if summed_on_wire else param
         check_compatible(settings.having({"grad.dtype": dtype_name(grad)}))
         remainder = precision.master == "remainder"
         moments = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
@@ -171,6 +181,9 @@ class Layout:
             model_ranks=model_ranks,
             pipeline_ranks=pipeline_ranks,
             unused=zero.unused,
+            reduce_bits=FORMATS.get(precision.reduce),
+            gather_bits=FORMATS.get(precision.gather),
+            reduce_group=zero.reduce_group,
             settings=settings,
         )
 
@@ -187,6 +200,28 @@ class Layout:
         if unit.closes_forward and self.shard > 1 and self.reshard_after_forward is True:
             return replace(self, reshard_after_forward=False)
         return self
+
+    def hops(self, axis: str, ranks: int) -> Hops:
+        """Return the route of sums over the `ranks` ranks of an axis."""
+        if not self.exact:
+            return Hops(ranks)
+        widest = SHARD if self.shard > 1 else REPLICATE
+        return Hops.of(ranks, self.reduce_group if axis == widest else None)
+
+    def reduce_wire(self, unit: UnitShape) -> Wire:
+        """Return the format in which a unit with this layout is reduced over the shard axis."""
+        trained = [param for param in unit.params if param.trainable]
+        return self.wire if self.reduce_bits is None else self._blocks(trained, self.reduce_bits)
+
+    def gather_blocks(self, unit: UnitShape) -> Blocks | None:
+        """Return the blocks in which a unit with this layout is gathered, or None if it is gathered as it is."""
+        if self.gather_bits is None or unit.quantized:
+            return None
+        return self._blocks(unit.params, self.gather_bits)
+
+    def _blocks(self, params: Sequence[ParamShape], bits: int) -> Blocks:
+        """Return blocks of padded shards; parameters with one dimension are sent whole."""
+        return Blocks(tuple((param.shard_elems(self.shard), len(param.shape) < 2) for param in params), bits)
 
     @property
     def gathers_again(self) -> bool:

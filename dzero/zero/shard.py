@@ -14,7 +14,7 @@ from dzero.parallel.parallelize import ParallelModel
 from dzero.utils import torch_internals
 from dzero.utils.torch_internals import check
 from dzero.zero import fsdp_internals
-from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, is_exact
+from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, sums_exactly
 from dzero.zero.guards import refuse_cut
 from dzero.zero.init_params import Materialise
 from dzero.zero.layout import Layout
@@ -104,7 +104,7 @@ def shard(
         replicate=data.size(0),
         shard=data.size(1),
         microbatches=microbatches,
-        exact=is_exact(zero.reduction, mesh.device_type),
+        exact=sums_exactly(zero, precision, mesh.device_type),
         model_ranks=mesh.size() // (data.size() * pipeline_ranks),
         pipeline_ranks=pipeline_ranks,
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),

@@ -36,6 +36,8 @@ from dzero.zero.fsdp_internals import (
     follow_outputs,
     follow_root,
     generate_alone,
+    groups_of,
+    shards_of,
     use_shards,
 )
 from dzero.zero.guards import (
@@ -78,7 +80,8 @@ class Axes:
         """Return the axes of a mesh that has only these two."""
         groups = {axis: mesh.get_group(axis) for axis in AXES}
         exchanges: dict[str, AxisReduction] = {
-            axis: (ExactReduction if layout.exact else NativeReduction)(group) for axis, group in groups.items()
+            axis: ExactReduction(group, layout.hops(axis, group.size())) if layout.exact else NativeReduction(group)
+            for axis, group in groups.items()
         }
         return cls(mesh, groups, exchanges)
 
@@ -261,10 +264,14 @@ class Sharder:
             module.set_all_reduce_hook(unit.deliver)
             reduce_whole(unit)
         # FSDP2's abstract classes for these two are private; it uses only their methods.
-        reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger, self.loans)
+        name_of = {param: name for name, param in unit.params.items()}
+        ordered = unit.shape.ordered([name_of[param] for group in groups_of(module) for param in shards_of(group)])
+        wire = unit.layout.reduce_wire(ordered)
+        reduce = ReduceGrads(name, exchange, SHARD, wire, self.ledger, self.loans)
         module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
         if unit.layout.shard > 1:
-            gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.wait_for_update)
+            blocks = unit.layout.gather_blocks(ordered)
+            gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.wait_for_update, blocks)
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -7,7 +7,8 @@ shapes that the ranks of one data-parallel group hold together, and `Split` loca
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from dzero.mesh import EXPERT, TENSOR
 from dzero.zero.quantized_weights import WeightCodec
@@ -117,6 +118,10 @@ class UnitShape:
     def shard_bytes(self, ranks: int, itemsize: int) -> int:
         """Return the stored bytes of one rank's padded shards; `itemsize` is that of the working dtype."""
         return sum(p.shard_bytes(ranks, itemsize) for p in self.params)
+
+    def ordered(self, names: Sequence[str]) -> UnitShape:
+        """Return the unit with its parameters in the order of `names`."""
+        return replace(self, params=tuple(sorted(self.params, key=lambda param: names.index(param.name))))
 
     @property
     def quantized(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dzero.comm import reduction
 from dzero.comm.reduction import ExactReduction, NativeReduction
-from dzero.zero.config import is_exact
+from dzero.zero.config import PrecisionConfig, ZeroConfig, sums_exactly
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # (buffer, wire, output): gradients, payload, what is kept
@@ -146,9 +146,15 @@ def test_native_divides_fp16_before_it_sums(pool: Pool) -> None:
 
 
 def test_reduction_auto_is_exact_on_cpu_and_native_on_cuda() -> None:
-    assert is_exact("auto", "cpu")
-    assert not is_exact("auto", "cuda")
-    assert is_exact("exact", "cuda")
-    assert not is_exact("native", "cpu")
+    def exactly(reduction: str, device: str, reduce: str = "auto", group: int | None = None) -> bool:
+        zero = ZeroConfig(reduction=reduction, reduce_group=group)
+        return sums_exactly(zero, PrecisionConfig(reduce=reduce), device)
+
+    assert exactly("auto", "cpu")
+    assert not exactly("auto", "cuda")
+    assert exactly("auto", "cuda", reduce="int4")
+    assert exactly("auto", "cuda", group=8)
+    assert exactly("exact", "cuda")
+    assert not exactly("native", "cpu")
     with pytest.raises(ValueError, match=r"zero.reduction='fast': choose one of \['auto', 'exact', 'native'\]"):
-        is_exact("fast", "cpu")
+        ZeroConfig(reduction="fast")

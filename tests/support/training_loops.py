@@ -23,6 +23,7 @@ def sharded_net(
     replicate: int = 1,
     reduction: str = "exact",
     reshard: bool | int = True,
+    reduce_group: int | None = None,
     optimizer_shard_axes: tuple[str, ...] = ("shard",),
     seed: int = 0,
     offload: OffloadConfig | None = None,
@@ -30,7 +31,11 @@ def sharded_net(
 ) -> Sharded:
     """A net of `small_decoders.py` over all ranks of the group; `replicate` as in make_mesh, for stages 1 to 3."""
     zero = ZeroConfig(
-        stage=stage, reduction=reduction, reshard_after_forward=reshard, optimizer_shard_axes=[*optimizer_shard_axes]
+        stage=stage,
+        reduction=reduction,
+        reshard_after_forward=reshard,
+        optimizer_shard_axes=[*optimizer_shard_axes],
+        reduce_group=reduce_group,
     )
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else replicate)
     model = small_decoders.build(net, seed)

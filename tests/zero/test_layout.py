@@ -96,7 +96,7 @@ def test_shards_are_padded_rows_of_the_first_dim() -> None:
             "zero.reshard_after_forward=false has no effect with zero.stage=1",
         ),
         (lambda: PrecisionConfig(param="bf17"), "precision.param='bf17': choose one of ['fp32', 'bf16', 'fp16']"),
-        (lambda: PrecisionConfig(reduce="int8"), "precision.reduce='int8': choose one of"),
+        (lambda: PrecisionConfig(reduce="int2"), "precision.reduce='int2': choose one of"),
         (lambda: PrecisionConfig(master="bf16"), "precision.master='bf16': choose one of ['fp32', 'remainder']"),
         (lambda: PrecisionConfig(moments="fp8"), "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']"),
         (

@@ -129,6 +129,9 @@ def check_four_ranks(rank: int, ranks: int) -> None:
     check("even", stage=2, replicate=2, optimizer_shard_axes=("replicate", "shard"), offload=late)
     check("even", stage=2, replicate=2, reduction="native")
     check("even", stage=3, microbatches=4, reshard=2)
+    check("uneven", stage=2, reduce_group=2)
+    check("even", stage=3, microbatches=2, reshard=2, gather="int8", reduce="int4", reduce_group=2)
+    check("uneven", stage=3, gather="int4", reduce="int8")
 
 
 def test_a_step_of_two_ranks_moves_what_the_table_says(pool: Pool) -> None:
@@ -154,6 +157,14 @@ def fake_group(rank: int, ranks: int) -> Iterator[None]:
 def test_a_step_of_many_ranks_moves_what_the_table_says(ranks: int, stage: int) -> None:
     with fake_group(1, ranks):
         check("even", stage=stage, microbatches=2 if ranks == 64 else 1)
+
+
+@pytest.mark.parametrize(("ranks", "messages"), [(64, 14), (1024, 62)])
+def test_a_collective_of_many_ranks_posts_messages_to_few_of_them(ranks: int, messages: int) -> None:
+    """In one hop these were 63 and 1023. A gather and a reduction of each unit at stage 2, each in one piece."""
+    with fake_group(1, ranks):
+        _, _, counter, _ = step_traffic("even", stage=2)
+        assert counter.calls["send"] == counter.calls["recv_"] == 2 * UNITS * messages
 
 
 def test_a_hybrid_step_of_64_ranks_moves_what_the_table_says() -> None:

@@ -1,0 +1,116 @@
+"""CPU kernels of block-quantized payloads; comm/wire.py describes the format.
+
+A kernel makes one pass over a part. It takes two tables:
+
+    blocks   int64 [blocks, 3]   first element, number of elements, and place of the codes of each block
+    whole    int64 [runs, 3]     the same of each run of elements that are sent whole, with their place in `wide`
+
+and the two sections of a payload: `wide`, fp32, which begins with the scales of the blocks, and `codes`, uint8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numba
+import numpy as np
+
+from dzero.utils.numba_views import JIT, from_bf16, to_bf16
+
+BLOCK_ELEMS = 256
+"""Largest number of elements that share a scale."""
+TINY = np.float32(2.0**-100)
+"""Largest magnitude of a block that is sent as zeros; the reciprocal of a smaller one could overflow."""
+TO_INTEGER = np.float32(1.5 * 2**23)
+"""Number whose addition and subtraction rounds an fp32 number below 2^22 to an integer, ties to even."""
+NOT_FINITE = np.uint32(0x7F800000)
+
+
+@cache
+def encode_kernel(*, bits: int, bf16: bool) -> Callable[..., None]:
+    """Compile `encode(blocks, whole, wide, codes, source)`, which writes the payload of `source`, fp32 or bf16."""
+    most = np.float32(127 if bits == 8 else 7)
+
+    def kernel(blocks, whole, wide, codes, source):  # type: ignore[no-untyped-def]
+        """Write scales and whole elements to `wide`, and codes to `codes`."""
+        levels = np.zeros(BLOCK_ELEMS, np.int8)
+        for run in range(whole.shape[0]):
+            start, elems, at = whole[run]
+            for i in range(elems):
+                wide[at + i] = from_bf16(source[start + i]) if bf16 else source[start + i]
+        for block in range(blocks.shape[0]):
+            start, elems, at = blocks[block]
+            values = source[start : start + elems]
+            largest = np.uint32(0)  # patterns of magnitudes are ordered as the magnitudes, NaN last
+            for i in range(elems):
+                value = from_bf16(values[i]) if bf16 else values[i]
+                largest = max(largest, np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF))
+            magnitude = np.uint32(largest).view(np.float32)
+            if largest >= NOT_FINITE:
+                wide[block], inverse = np.float32(np.nan), np.float32(0)
+            elif magnitude < TINY:
+                wide[block], inverse = np.float32(0), np.float32(0)
+            else:
+                wide[block], inverse = magnitude / most, most / magnitude
+            into = codes[at : at + (elems * bits + 7) // 8]
+            if largest >= NOT_FINITE:
+                into[:] = 0
+                continue
+            for i in range(elems):
+                value = from_bf16(values[i]) if bf16 else values[i]
+                levels[i] = np.int8(np.int32((value * inverse + TO_INTEGER) - TO_INTEGER))
+            if bits == 8:
+                for i in range(elems):
+                    into[i] = np.uint8(levels[i])
+            else:
+                if elems % 2:
+                    levels[elems] = 0
+                for i in range(into.size):
+                    into[i] = np.uint8((levels[2 * i] & 15) | ((levels[2 * i + 1] & 15) << 4))
+
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+
+
+@cache
+def decode_kernel(*, bits: int, adds: bool, bf16: bool) -> Callable[..., None]:
+    """Compile `decode(blocks, whole, wide, codes, target)`, which writes values to `target`, or adds them to it.
+
+    Args:
+        bits: Bits of a code.
+        adds: Whether values are added to `target`, which is then fp32.
+        bf16: Whether `target` is bf16.
+    """
+
+    def kernel(blocks, whole, wide, codes, target):  # type: ignore[no-untyped-def]
+        """Read a payload into `target`."""
+        levels = np.zeros(BLOCK_ELEMS, np.int8)
+        for run in range(whole.shape[0]):
+            start, elems, at = whole[run]
+            for i in range(elems):
+                _put(target, start + i, wide[at + i], adds, bf16)
+        for block in range(blocks.shape[0]):
+            start, elems, at = blocks[block]
+            of, scale, into = codes[at : at + (elems * bits + 7) // 8], wide[block], target[start : start + elems]
+            if bits == 8:
+                for i in range(elems):
+                    levels[i] = np.int8(of[i])
+            else:
+                for i in range(of.size):
+                    levels[2 * i] = np.int8(np.uint8(of[i] << 4)) >> 4
+                    levels[2 * i + 1] = np.int8(of[i]) >> 4
+            for i in range(elems):
+                _put(into, i, np.float32(levels[i]) * scale, adds, bf16)
+
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+
+
+@numba.njit(inline="always")
+def _put(target, index, value, adds, bf16):  # type: ignore[no-untyped-def]
+    """Write or add `value` to an element of `target`."""
+    if adds:
+        target[index] += value
+    elif bf16:
+        target[index] = to_bf16(value)
+    else:
+        target[index] = value

@@ -1,0 +1,52 @@
+"""Pairwise messages between the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def swap(
+    group: dist.ProcessGroup,
+    *,
+    send: Sequence[torch.Tensor],
+    receive: Sequence[torch.Tensor],
+    ranks: Iterable[int] | None = None,
+) -> list[dist.Work]:
+    """Start sending `send[r]` to each peer r and receiving `receive[r]` from it; wait for the returned works.
+
+    Empty tensors are not sent, as both sides know the sizes. The tensors at this rank's own index are not touched.
+
+    Args:
+        group: Process group.
+        send: Tensors by rank.
+        receive: Tensors by rank, overwritten.
+        ranks: Ranks that exchange; None: all of the group.
+    """
+    rank = group.rank()
+    peers = [peer for peer in (range(group.size()) if ranks is None else ranks) if peer != rank]
+    if not send[rank].is_cuda:  # `batch_isend_irecv` does the same on gloo, but its wrappers cost more than the calls
+        works = []
+        for peer in peers:
+            if (tensor := receive[peer]).numel():
+                works.append(group.recv([tensor], peer, _tag(tensor)))
+            if (tensor := send[peer]).numel():
+                works.append(group.send([tensor], peer, _tag(tensor)))
+        return works
+    ops = [
+        dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=_tag(tensor))
+        for peer in peers
+        for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer]))
+        if tensor.numel()
+    ]
+    return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
+def _tag(tensor: torch.Tensor) -> int:
+    """Return a tag by size, so that messages of different sizes never match.
+
+    On a mismatch gloo would end one rank's process and give the other rank a part of the message.
+    """
+    return tensor.nbytes & 0x7FFFFFFF
