@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dzero.comm import host_sum
-from dzero.comm.hop_sum import HopSum, pieces_of, staged_bytes
+from dzero.comm.hop_sum import HopSum, Piece, pieces_of, staged_bytes
 from dzero.comm.hops import Hops
 from dzero.comm.messages import swap
 from dzero.comm.wire import Blocks, Wire
@@ -126,12 +126,12 @@ class ExactReduction:
         """Compute output [n] = round(sum over ranks r, in order, of the payload of r for this rank / ranks)."""
         length = max(part.numel() for part in parts)
         if isinstance(wire, Blocks) or self.hops.outer > 1:
-            pieces = pieces_of(wire, length, self.hops, BLOCK_BYTES.get(output.device.type, STAGING_BYTES))
-            if pieces:
+            if length:
+                pieces = _pieces(wire, length, self.hops, output.device.type)
                 staging = self._staged(staged_bytes(pieces, self.hops), output.device)
                 HopSum(self.group, self.hops, pieces, staging).average(output, parts)
             return
-        block = self._block_elems(length, wire, parts[0])
+        block = _block_elems(self.ranks, length, wire, parts[0].dtype, parts[0].device.type)
         buffers = cycle(self._stage(block, wire, parts[0]))
 
         def post(start: int) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
@@ -173,10 +173,6 @@ class ExactReduction:
             total.add_(payload.to(torch.float32))
         output.copy_(total.mul_(1.0 / self.ranks))
 
-    def _block_elems(self, length: int, wire: torch.dtype, like: torch.Tensor) -> int:
-        slots = 2 * self.ranks * (1 if like.dtype == wire else 2)
-        return max(1, min(length, BLOCK_BYTES.get(like.device.type, STAGING_BYTES) // (slots * wire.itemsize)))
-
     def _stage(self, block: int, wire: torch.dtype, like: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return two buffers of [slots, block]; fresh pages would cost more than the sum."""
         slots = self.ranks * (1 if like.dtype == wire else 2)
@@ -188,6 +184,24 @@ class ExactReduction:
         if self._staging.numel() < nbytes or self._staging.device != device:
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._staging[:nbytes]
+
+
+def staged(wire: Wire, length: int, hops: Hops, dtype: torch.dtype, device_type: str) -> int:
+    """Return the bytes that `ExactReduction` keeps once it has reduced parts of `length` elements of `dtype`."""
+    if isinstance(wire, Blocks) or hops.outer > 1:
+        return staged_bytes(_pieces(wire, length, hops, device_type), hops)
+    slots = 2 * hops.inner * (1 if dtype == wire else 2)
+    return slots * _block_elems(hops.inner, length, wire, dtype, device_type) * wire.itemsize
+
+
+def _pieces(wire: Wire, length: int, hops: Hops, device_type: str) -> tuple[Piece, ...]:
+    return pieces_of(wire, length, hops, BLOCK_BYTES.get(device_type, STAGING_BYTES))
+
+
+def _block_elems(ranks: int, length: int, wire: torch.dtype, dtype: torch.dtype, device_type: str) -> int:
+    """Return the elements of a block whose payloads, two of each rank and once more if they are cast, fit."""
+    slots = 2 * ranks * (1 if dtype == wire else 2)
+    return max(1, min(length, BLOCK_BYTES.get(device_type, STAGING_BYTES) // (slots * wire.itemsize)))
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

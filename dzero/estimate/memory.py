@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dzero.comm.reduction import BLOCK_BYTES
+from dzero.comm.reduction import staged
 from dzero.estimate.microbatch_costs import BACKWARD, LOSS, MicrobatchCosts, UnitSpan
+from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.buffer_layout import BufferLayout, moment_fields
 from dzero.offload.build_schedule import schedule_of
 from dzero.offload.memory_pool import aligned
@@ -99,23 +100,23 @@ def off_device(layout: Layout, units: Sequence[UnitShape], moments: int) -> tupl
 
 
 def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) -> int:
-    """Return the bytes that `comm/reduction.py` keeps for exact reductions.
-
-    On each axis these are two alternating blocks of the payloads of all ranks.
-    """
+    """Return the bytes that `comm/reduction.py` keeps for exact reductions, on each axis those of its largest unit."""
     if not layout.exact:
         return 0
     total = 0
     for shared_by in {unit.shared_by for unit in units}:
         alike = [unit for unit in units if unit.shared_by == shared_by]
         own = layout.of_unit(alike[0])
-        shard = max(unit.shard_elems(own.shard, trainable_only=True) for unit in alike)
-        for ranks, wire, part in (
-            (own.shard, own.wire, shard),
-            (own.replicate, own.replicate_wire, -(-shard // own.replicate)),
-        ):
-            slot_bytes = 2 * ranks * (1 if own.grad.dtype == wire else 2) * wire.itemsize
-            total += min(part, max(1, BLOCK_BYTES[device_type] // slot_bytes)) * slot_bytes if ranks > 1 else 0
+        shards = {unit.name: unit.shard_elems(own.shard, trainable_only=True) for unit in alike}
+        across = -(-max(shards.values()) // own.replicate)
+        sums = [(SHARD, own.shard, own.reduce_wire(unit), shards[unit.name]) for unit in alike]
+        sums.append((REPLICATE, own.replicate, own.replicate_wire, across))
+        most = {SHARD: 0, REPLICATE: 0}
+        for axis, ranks, wire, part in sums:
+            if ranks > 1 and part:
+                found = staged(wire, part, own.hops(axis, ranks), own.grad.dtype, device_type)
+                most[axis] = max(most[axis], found)
+        total += sum(most.values())
     return total
 
 
@@ -241,6 +242,8 @@ class _Device:
         if backward and unit in self._kept:
             return 0
         ranks, packed = self._own[unit].shard, self._packed[unit]  # FSDP2 takes what is packed out of the buffer first
+        blocks = self._own[unit].gather_blocks(self._units[unit])
+        packed += 0 if blocks is None else blocks.nbytes
         return ranks * (self._units[unit].shard_bytes(ranks, self._itemsize) + packed) if ranks > 1 else 2 * packed
 
     def _reducing(self, unit: str) -> int:

@@ -37,7 +37,7 @@ class ZeroConfig:
     """Gradient sums: exact (fp32 in rank order), native (the backend's), or auto (exact on CPU, native on CUDA; exact
     where quantized or in two hops)."""
     reduce_group: int | None = None
-    """Ranks whose gradients are summed first, such as a node's. Sums take two hops, inside these groups and then between
+    """Ranks whose gradients are summed first, such as a node's. Sums take two hops: inside such groups, then between
     them. null: one hop, and two from 64 ranks on."""
     optimizer_shard_axes: list[str] = field(default_factory=lambda: ["shard"])
     """Mesh axes over which master parameters and moments are sharded: [shard], or [replicate,shard]."""
@@ -71,8 +71,8 @@ class PrecisionConfig:
     reduce: str = "auto"
     """Payload of the gradient reduction: fp32, bf16, fp16, auto (that of param; that of grad for native sums), or int8
     or int4 in blocks (qgZ of ZeRO++)."""
-    gather: str = "auto"
-    """Payload of the gathers of parameters: auto (that of param), or int8 or int4 in blocks (qwZ of ZeRO++)."""
+    gather: str = "param"
+    """Payload of the gathers of parameters: that of param, or int8 or int4 in blocks (qwZ of ZeRO++)."""
     grad: str = "auto"
     """Stored gradients: that of param, fp32, or auto (fp32 with several microbatches, hybrid sharding, or native sums
     with reduce=auto; otherwise that of param)."""
@@ -87,7 +87,7 @@ class PrecisionConfig:
         for key, value, allowed in (
             ("param", self.param, [*FLOATS]),
             ("reduce", self.reduce, ["auto", *FLOATS, *QUANTIZED]),
-            ("gather", self.gather, ["auto", *QUANTIZED]),
+            ("gather", self.gather, ["param", *QUANTIZED]),
             ("grad", self.grad, ["auto", *FLOATS]),
             ("master", self.master, [*MASTERS]),
             ("moments", self.moments, [*MOMENTS]),

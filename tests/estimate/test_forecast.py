@@ -124,7 +124,12 @@ ON_DEVICE = [
         (3, 1, "full"),
         (3, 2, "none"),
     )
-] + [Run(3, precision={"param": "fp32"}), Run(2, 2, "full", precision={"master": "remainder", "moments": "bf16"})]
+] + [
+    Run(3, precision={"param": "fp32"}),
+    Run(2, 2, "full", precision={"master": "remainder", "moments": "bf16"}),
+    Run(2, precision={"gather": "int8", "reduce": "int4"}),
+    Run(3, 2, precision={"gather": "int4", "reduce": "int8"}),
+]
 
 
 def scalars() -> int:

@@ -1,0 +1,131 @@
+"""Training with payloads in blocks (ZeRO++): the bits of a plain loop that rounds by hand, and of every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import small_decoders
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, nn
+from training_loops import params_of, sharded_net, train, unequal
+
+from dzero import AdamW, OffloadConfig, TorchOptimizer
+
+RANKS, STEPS, RATE = 4, 3, 0.05
+
+
+def rounded(values: Tensor, bits: int) -> Tensor:
+    """The shard of a matrix after one trip in blocks of 256 elements; other parameters are sent as they are."""
+    if values.ndim < 2 or not values.numel():
+        return values
+    most = torch.tensor(2.0 ** (bits - 1) - 1)
+    pieces = []
+    for piece in values.flatten().split(256):
+        largest = piece.abs().max()
+        pieces.append(torch.round(piece * (most / largest)) * (largest / most) if largest > 0 else piece)
+    return torch.cat(pieces).view_as(values)
+
+
+def by_shards(values: Tensor, bits: int) -> Tensor:
+    """A whole parameter, each of whose shards made the trip."""
+    return torch.cat([rounded(shard, bits) for shard in values.chunk(RANKS)]) if bits < 32 else values
+
+
+def by_hand(net: str, gather: int, reduce: int, group: int) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """SGD in one process: parameters at the end, and the losses of each step and rank."""
+    model = small_decoders.build(net, 0)
+    batches = small_decoders.batches(net, steps=STEPS, ranks=RANKS, microbatches=1)
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    losses = []
+    for of_step in batches:
+        used = {name: nn.Parameter(by_shards(value, gather)) for name, value in weights.items()}
+        grads: list[dict[str, Tensor]] = []
+        losses.append([])
+        for rank in range(RANKS):
+            for param in used.values():
+                param.grad = None
+            loss = torch.func.functional_call(model, used, (of_step[rank][0][:, :-1],)).flatten(0, 1)
+            loss = nn.functional.cross_entropy(loss, of_step[rank][0][:, 1:].flatten())
+            loss.backward()
+            losses[-1].append(loss.item())
+            grads.append({name: param.grad for name, param in used.items() if param.grad is not None})
+        for name in weights:
+            sums = []
+            for first in range(0, RANKS, group):
+                total = by_shards(grads[first][name], reduce)
+                for each in grads[first + 1 : first + group]:
+                    total = total + by_shards(each[name], reduce)
+                sums.append(by_shards(total, reduce) if group < RANKS else total)
+            total = sums[0]
+            for each in sums[1:]:
+                total = total + each
+            weights[name] = weights[name].add(total * torch.tensor(1 / RANKS), alpha=-RATE)
+    return weights, losses
+
+
+def steps_of(
+    rank: int, ranks: int, gather: str, reduce: str, group: int | None
+) -> tuple[dict[str, Tensor], list[float]]:
+    sharded = sharded_net("uneven", stage=3, param="fp32", gather=gather, reduce=reduce, reduce_group=group)
+    optim = TorchOptimizer(sharded, torch.optim.SGD, lr=RATE, foreach=False)
+    losses = train(sharded, optim, "uneven", steps=STEPS)
+    return params_of(sharded), losses
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce", "group"), [("param", "int8", None), ("int8", "auto", None), ("int4", "int4", 2)]
+)
+def test_steps_are_those_of_a_loop_that_rounds_by_hand(pool: Pool, gather: str, reduce: str, group: int | None) -> None:
+    found = pool.run(steps_of, RANKS, gather, reduce, group)
+    bits = {"param": 32, "auto": 32, "int8": 8, "int4": 4}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        weights, losses = by_hand("uneven", bits[gather], bits[reduce], group or RANKS)
+    finally:
+        torch.set_num_threads(threads)
+    for rank, (_, of_rank) in enumerate(found):
+        assert of_rank == [step[rank] for step in losses]
+    assert unequal(found[0][0], weights) == []
+
+
+CELLS: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3, "reshard": 2},
+    {"stage": 2, "offload": OffloadConfig(grad="host", master="host", moments="host", overlap="backward")},
+]
+
+
+def trained(rank: int, ranks: int) -> list[list[str]]:
+    """Names of what differs from stage 3, for each cell."""
+    results = []
+    for cell in [{"stage": 3}, *CELLS]:
+        sharded = sharded_net("uneven", param="bf16", gather="int8", reduce="int4", reduce_group=2, **cell)
+        losses = train(sharded, AdamW(sharded, lr=1e-2), "uneven", steps=STEPS)
+        results.append(params_of(sharded) | {"losses": torch.tensor(losses)})
+    return [unequal(each, results[0]) for each in results[1:]]
+
+
+def test_stages_and_tiers_have_the_same_bits(pool: Pool) -> None:
+    assert pool.run(trained, RANKS)[0] == [[] for _ in CELLS]
+
+
+def overflowed(rank: int, ranks: int) -> tuple[bool, list[str]]:
+    sharded = sharded_net("even", param="bf16", reduce="int8")
+    optim = AdamW(sharded)
+    before = params_of(sharded)
+    batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank][0]
+    loss = small_decoders.loss_fn(sharded.model, batch)
+    (loss * (float("inf") if rank == 1 else 1)).backward()
+    optim.step()
+    assert optim.last_decision is not None
+    return optim.last_decision.finite, unequal(before, params_of(sharded))
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(pool: Pool) -> None:
+    assert pool.run(overflowed, 2) == [(False, [])] * 2
+    assert not dist.is_initialized()
