@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from dzero.comm.block_kernels import BLOCK_ELEMS, decode_kernel, encode_kernel
+from dzero.comm.cuda_blocks import CudaBlocks
 from dzero.comm.hops import Hops
 from dzero.utils.numba_views import Array, as_array, has_memory
 
@@ -62,24 +63,26 @@ class Blocks:
             return
         if source.dtype == torch.float16:
             source = source.float()
+        wide, codes = self._sections(row)
+        if source.is_cuda:
+            self._on(source.device).encode(wide, codes, source)
+            return
         kernel = encode_kernel(bits=self.bits, bf16=source.dtype == torch.bfloat16)
-        kernel(*self._table, *self._views(row), as_array(source))
+        kernel(*self._tables, as_array(wide), as_array(codes), as_array(source))
 
     def decode(self, row: torch.Tensor, target: torch.Tensor) -> None:
         """Write the values of `row`, uint8 [>= nbytes], to `target` [elems], rounded to its dtype."""
         if not has_memory(target):
             return
-        wide = target.float() if target.dtype == torch.float16 else target
-        kernel = decode_kernel(bits=self.bits, adds=False, bf16=wide.dtype == torch.bfloat16)
-        kernel(*self._table, *self._views(row), as_array(wide))
-        if wide is not target:
-            target.copy_(wide)
+        values = target.float() if target.dtype == torch.float16 else target
+        self._read(row, values, adds=False)
+        if values is not target:
+            target.copy_(values)
 
     def add(self, row: torch.Tensor, total: torch.Tensor) -> None:
         """Add the values of `row`, uint8 [>= nbytes], to `total`, fp32 [elems]."""
         if has_memory(total):
-            kernel = decode_kernel(bits=self.bits, adds=True, bf16=False)
-            kernel(*self._table, *self._views(row), as_array(total))
+            self._read(row, total, adds=True)
 
     def cut(self, most_elems: int) -> Iterator[tuple[int, Blocks]]:
         """Yield (first element, format) of consecutive pieces of about `most_elems` elements; no block is divided."""
@@ -97,14 +100,33 @@ class Blocks:
         if held:
             yield start, Blocks((*held,), self.bits)
 
-    def _views(self, row: torch.Tensor) -> tuple[Array, Array]:
+    def _read(self, row: torch.Tensor, target: torch.Tensor, *, adds: bool) -> None:
+        """Write the values of a payload to `target`, fp32 or bf16, or add them to it in fp32."""
+        wide, codes = self._sections(row)
+        if target.is_cuda:
+            self._on(target.device).decode(wide, codes, target, adds=adds)
+            return
+        kernel = decode_kernel(bits=self.bits, adds=adds, bf16=target.dtype == torch.bfloat16)
+        kernel(*self._tables, as_array(wide), as_array(codes), as_array(target))
+
+    def _sections(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the fp32 (scales and whole elements) and the codes of a payload."""
-        blocks, whole = self._table
+        blocks, whole = self._tables
         wide = (len(blocks) + int(whole[:, 1].sum())) * SCALE_BYTES
-        return as_array(row[:wide].view(torch.float32)), as_array(row[wide : self.nbytes])
+        return row[:wide].view(torch.float32), row[wide : self.nbytes]
+
+    def _on(self, device: torch.device) -> CudaBlocks:
+        if device not in self._by_device:
+            self._by_device[device] = CudaBlocks(*self._tables, self.bits, device)
+        return self._by_device[device]
 
     @cached_property
-    def _table(self) -> tuple[Array, Array]:
+    def _by_device(self) -> dict[torch.device, CudaBlocks]:
+        """Tables on GPUs."""
+        return {}
+
+    @cached_property
+    def _tables(self) -> tuple[Array, Array]:
         """The kernels' `blocks` and `whole`."""
         blocks, runs, start, codes = list[Sequence[int]](), list[Sequence[int]](), 0, 0
         for elems, is_whole in self.sizes:

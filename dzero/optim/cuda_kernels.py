@@ -11,11 +11,8 @@ imported when the first table on a GPU is created. For this reason the kernel mo
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +20,7 @@ import torch
 from dzero.optim.column_upload import ColumnUpload
 from dzero.optim.update_table import LocalStates, Variant, chunks_by_variant, states_table
 from dzero.utils.numba_views import Array
+from dzero.utils.triton_modules import triton_module
 
 BLOCK_ELEMS = 1024
 """Elements per program: 8 per thread of 4 warps. A thread reads them in one 16-byte access (bf16) or in two (fp32).
@@ -59,7 +57,7 @@ class CudaUpdateTable:
             raise ValueError(f"states are on {sorted(map(str, devices))}: make one table for each device")
         self.device = next(iter(devices), torch.device("cpu"))
         if self.device.type == "cuda":
-            kernels(ADAMW)
+            triton_module(ADAMW)
         self.states, self.params = list(states), len(states)
         variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
         table = states_table(states)
@@ -110,7 +108,7 @@ class CudaUpdateTable:
 
 def _launch(variant: Variant, table: torch.Tensor, chunks: torch.Tensor, dynamic: torch.Tensor, params: int) -> None:
     """Launch the kernel on the current stream, one program per row of `chunks`."""
-    source = kernels(ADAMW)
+    source = triton_module(ADAMW)
     source.adamw_kernel[(len(chunks),)](
         table,
         chunks,
@@ -124,19 +122,3 @@ def _launch(variant: Variant, table: torch.Tensor, chunks: torch.Tensor, dynamic
         BLOCK=BLOCK_ELEMS,
         **source.OPTIONS,
     )
-
-
-@cache
-def kernels(module: str) -> Any:
-    """Import a module of Triton kernels by name.
-
-    Raises:
-        ModuleNotFoundError: Triton cannot be imported.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"kernels on CUDA need triton, which cannot be imported ({error}): CUDA builds of torch bring it, "
-            "or install the version that your torch names with `pip install triton`"
-        ) from error

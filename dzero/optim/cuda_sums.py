@@ -17,9 +17,10 @@ import torch
 
 from dzero.optim.column_upload import ColumnUpload
 from dzero.optim.cpu_kernels import CHUNK_ELEMS, LANES
-from dzero.optim.cuda_kernels import NAMES, kernels
+from dzero.optim.cuda_kernels import NAMES
 from dzero.optim.update_table import chunks_of
 from dzero.utils.numba_views import Array
+from dzero.utils.triton_modules import triton_module
 
 SUMS = "dzero.optim.sums_triton"
 """Module with the source of the kernels."""
@@ -55,7 +56,7 @@ class SumsTable:
         if dtype not in NAMES:
             raise ValueError(f"no kernel for sums of gradients in {dtype}: have them in {', '.join(map(str, NAMES))}")
         self._dtype, self._device, self._chunk_elems = NAMES[dtype], device, chunk_elems
-        self._source = kernels(SUMS)
+        self._source = triton_module(SUMS)
         lengths = np.array(sizes, np.int64)
         self._columns = _columns(lengths, chunk_elems)
         self._grads, self._chunks = len(lengths), len(self._columns[-1])

@@ -51,6 +51,7 @@ from dzero.optim import adamw_math, column_upload, cuda_kernels
 from dzero.optim.column_upload import RING
 from dzero.optim.cuda_kernels import BLOCK_ELEMS, CudaUpdateTable
 from dzero.optim.update_table import NoiseSeeds, Variant, chunks_of
+from dzero.utils.triton_modules import triton_module
 
 CPU = torch.device("cpu")
 
@@ -192,7 +193,7 @@ def compile_for(variant: Variant, architecture: int = 90, **options: bool) -> An
 
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    source = cuda_kernels.kernels(cuda_kernels.ADAMW)
+    source = triton_module(cuda_kernels.ADAMW)
     constants = {
         "GRAD": cuda_kernels.NAMES[variant.grad],
         "WORK": cuda_kernels.NAMES[variant.work],
@@ -434,4 +435,4 @@ def test_what_to_install_is_said_where_triton_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "dzero.optim.adamw_triton", raising=False)
     with pytest.raises(ModuleNotFoundError, match="pip install triton"):
-        cuda_kernels.kernels.__wrapped__(cuda_kernels.ADAMW)
+        triton_module.__wrapped__(cuda_kernels.ADAMW)

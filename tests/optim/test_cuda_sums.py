@@ -29,10 +29,11 @@ from sums_cases import DTYPES, LONG, SIZES, by_numpy, gradient, gradients, same_
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.optim import cpu_kernels, cuda_kernels, cuda_sums
+from dzero.optim import cpu_kernels, cuda_sums
 from dzero.optim.cpu_kernels import CHUNK_ELEMS, LANES
 from dzero.optim.cuda_sums import BLOCK_CHUNKS, GROUP, KEPT, ROWS, TOTAL_ROWS, CudaSums, SumsTable
 from dzero.optim.grad_sums import SquareSums, sum_squares
+from dzero.utils.triton_modules import triton_module
 
 CPU = torch.device("cpu")
 
@@ -120,7 +121,7 @@ def compile_for(kernel: str, dtype: str = "fp32", architecture: int = 90, **opti
 
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    source = cuda_kernels.kernels(cuda_sums.SUMS)
+    source = triton_module(cuda_sums.SUMS)
     signature = {"table": "*i64", "partials": "*fp64"}
     if kernel == "lane_sums_kernel":
         constants = {"DTYPE": dtype, "CHUNK": CHUNK_ELEMS, "LANES": LANES, "GROUP": GROUP, "ROWS": ROWS}
@@ -243,7 +244,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    monkeypatch.setattr(cuda_sums, "kernels", lambda _: made)
+    monkeypatch.setattr(cuda_sums, "triton_module", lambda _: made)
     return made
 
 
