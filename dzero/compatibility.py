@@ -45,13 +45,13 @@ def _inner_divisors(run: Settings) -> list[int]:
 
 
 def _summed_over(run: Settings) -> int:
-    """Return the size of the axis over which `zero.reduce_group` divides the ranks."""
+    """Return the size of the axis over which `zero.node_ranks` divides the ranks."""
     return int(run["axis.shard"] if run["axis.shard"] > 1 else run["axis.replicate"])
 
 
-def _reduce_groups(run: Settings) -> str:
+def _node_rankss(run: Settings) -> str:
     inner = divisors(_summed_over(run))[1:-1]
-    return f"zero.reduce_group=null or a divisor between: {inner}" if inner else "zero.reduce_group=null"
+    return f"zero.node_ranks=null or a divisor between: {inner}" if inner else "zero.node_ranks=null"
 
 
 def _reshard_values(run: Settings) -> str:
@@ -259,7 +259,7 @@ WIRE = (
     Rule(
         f"{IN_BLOCKS} axis.replicate>1 axis.shard>1",
         "sums over replicas are not in blocks",
-        "mesh.replicate=1, with zero.reduce_group=<ranks of a node> for two hops, or precision.reduce=auto",
+        "mesh.replicate=1, with zero.node_ranks=<ranks of a node> for two hops, or precision.reduce=auto",
         "mesh.dp=4 mesh.replicate=2 precision.reduce=int4",
     ),
     Rule(
@@ -269,18 +269,18 @@ WIRE = (
         "mesh.dp=2 precision.reduce=int8 zero.reduction=native",
     ),
     idle(
-        "zero.reduce_group",
+        "zero.node_ranks",
         "zero.reduction=native",
         "where the backend chooses the route",
         "zero.reduction=auto or exact",
-        "mesh.dp=4 zero.reduce_group=2 zero.reduction=native",
+        "mesh.dp=4 zero.node_ranks=2 zero.reduction=native",
     ),
     Rule(
-        "zero.reduce_group!=null axis.shard axis.replicate",
+        "zero.node_ranks!=null axis.shard axis.replicate",
         "groups of as many ranks do not divide the ranks that sum",
-        _reduce_groups,
-        "mesh.dp=4 zero.reduce_group=3",
-        also=lambda run: run["zero.reduce_group"] not in divisors(_summed_over(run))[1:-1],
+        _node_rankss,
+        "mesh.dp=4 zero.node_ranks=3",
+        also=lambda run: run["zero.node_ranks"] not in divisors(_summed_over(run))[1:-1],
     ),
     *(
         Rule(
@@ -291,7 +291,7 @@ WIRE = (
         )
         for setting, take, example in (
             (IN_BLOCKS, "precision.reduce=auto", "precision.reduce=int8"),
-            ("zero.reduce_group!=null", "zero.reduce_group=null", "zero.reduce_group=2"),
+            ("zero.node_ranks!=null", "zero.node_ranks=null", "zero.node_ranks=2"),
         )
     ),
 )

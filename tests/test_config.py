@@ -62,7 +62,7 @@ MISTAKES = {
     "launch.device=tpu": "launch.device='tpu': choose auto, cpu or cuda",
     "train.steps=0": "train.steps=0: must be a whole number ≥ 1",
     # names that do not exist
-    "zero.stag=3": "zero.stag: unknown key; zero has ['optimizer_shard_axes', 'reduction', "
+    "zero.stag=3": "zero.stag: unknown key; zero has ['node_ranks', 'optimizer_shard_axes', 'reduction', "
     "'reshard_after_forward', 'stage', 'units', 'unused']; did you",
     "+zero.new=1": "zero.new: unknown key",
     "modell=tiny": "modell: unknown key; the configuration has",

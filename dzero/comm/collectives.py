@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from dzero import streams
 from dzero.comm.collective_log import Collective, CollectiveLog
+from dzero.comm.hops import sent_bytes
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import AxisReduction, all_gather_single
 from dzero.comm.spans import span
-from dzero.comm.wire import Blocks, Wire, dtype_on_wire, sent_bytes
+from dzero.comm.wire import Blocks, Wire, dtype_on_wire, legs_of_sum
 
 
 class _Buffers:
@@ -177,7 +178,7 @@ class ReduceGrads(_Buffers):
         begun = Collective.of("reduce_scatter", self._unit, self._axis, output_tensor.numel(), wire)
         with span(self._span), self._ledger.collective_log.within(begun, self._exchange.group):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
-        sent = sent_bytes(self._wire, output_tensor.numel(), self._exchange.hops)
+        sent = sent_bytes(legs_of_sum(self._wire, output_tensor.numel(), self._exchange.hops))
         self._ledger.record("reduce", "reduce_scatter", self._axis, wire, sent)
 
 
@@ -196,7 +197,7 @@ class AverageReplicas:
             exchange.all_reduce(grads, wire)
         owned = -(-grads.numel() // exchange.ranks)
         back = grads.dtype if exchange.exact else wire
-        sent = sent_bytes(wire, owned, exchange.hops) + (exchange.ranks - 1) * owned * back.itemsize
+        sent = sent_bytes(legs_of_sum(wire, owned, exchange.hops)) + (exchange.ranks - 1) * owned * back.itemsize
         self._ledger.record("reduce", "all_reduce", self._axis, wire, sent)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,3 +50,23 @@ def _tag(tensor: torch.Tensor) -> int:
     On a mismatch gloo would end one rank's process and give the other rank a part of the message.
     """
     return tensor.nbytes & 0x7FFFFFFF
+
+
+class Chained(dist.Work):
+    """Works, and the works that `then` starts once they are done, which is when they are waited for."""
+
+    def __init__(self, works: Sequence[dist.Work], then: Callable[[], Sequence[dist.Work]]) -> None:
+        super().__init__()
+        self._works = _in_turn(works, then)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for all works that were not waited for yet."""
+        for work in self._works:
+            work.wait()
+        return True
+
+
+def _in_turn(works: Sequence[dist.Work], then: Callable[[], Sequence[dist.Work]]) -> Iterator[dist.Work]:
+    """Give `works`, and the works that `then` starts once they are done."""
+    yield from works
+    yield from then()

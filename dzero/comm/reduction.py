@@ -25,7 +25,7 @@ import torch.distributed as dist
 from dzero.comm import host_sum
 from dzero.comm.hop_sum import HopSum, Piece, pieces_of, staged_bytes
 from dzero.comm.hops import Hops
-from dzero.comm.messages import swap
+from dzero.comm.messages import Chained, swap
 from dzero.comm.wire import Blocks, Wire
 from dzero.utils.torch_internals import gather_method, reduce_scatter_method
 
@@ -104,17 +104,31 @@ class ExactReduction:
     def _gather(self, full: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
         """Start to gather `parts`, which are the consecutive parts of `full`, the last of which may be shorter.
 
-        In two hops, a group first gathers its own parts, and then sends them all to its counterparts in other groups.
+        The second of two hops starts when the first is waited for.
         """
         hops = self.hops
-        works = swap(self.group, send=[parts[self.rank]] * self.ranks, receive=parts, ranks=hops.inside(self.rank))
+        inside, across, mine = hops.inside(self.rank), hops.across(self.rank), [parts[self.rank]] * self.ranks
         if hops.outer == 1:
+            return swap(self.group, send=mine, receive=parts)
+
+        def from_nodes() -> list[dist.Work]:
+            """Send what this rank has of each node to the other ranks of its own."""
+            works: list[dist.Work] = []
+            for owner in across:
+                of_node = [*parts]
+                for peer in inside:
+                    of_node[peer] = parts[owner - self.rank + peer]
+                works += swap(self.group, send=[parts[owner]] * self.ranks, receive=of_node, ranks=inside)
             return works
-        for work in works:
-            work.wait()
-        width = hops.inner * parts[0].numel()
-        groups = [full[r // hops.inner * width :][:width] for r in range(self.ranks)]
-        return swap(self.group, send=[groups[self.rank]] * self.ranks, receive=groups, ranks=hops.across(self.rank))
+
+        def of_groups() -> list[dist.Work]:
+            """Exchange the parts of whole groups, which are neighbors."""
+            width = hops.inner * parts[0].numel()
+            groups = [full[r // hops.inner * width :][:width] for r in range(self.ranks)]
+            return swap(self.group, send=[groups[self.rank]] * self.ranks, receive=groups, ranks=across)
+
+        works = swap(self.group, send=mine, receive=parts, ranks=across if hops.nodes else inside)
+        return [Chained(works, from_nodes if hops.nodes else of_groups)]
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
         """Start to exchange the parts directly with all peers."""

@@ -24,7 +24,7 @@ import torch
 
 from dzero.comm.block_kernels import BLOCK_ELEMS, decode_kernel, encode_kernel
 from dzero.comm.cuda_blocks import CudaBlocks
-from dzero.comm.hops import Hops
+from dzero.comm.hops import Hops, Leg
 from dzero.utils.numba_views import Array, as_array, has_memory
 
 SCALE_BYTES = WHOLE_BYTES = 4
@@ -184,8 +184,8 @@ def dtype_on_wire(wire: Wire) -> torch.dtype:
     return torch.uint8 if isinstance(wire, Blocks) else wire
 
 
-def sent_bytes(wire: Wire, elems: int, hops: Hops) -> int:
-    """Return the bytes that a rank sends for the sum of parts of `elems` elements."""
+def legs_of_sum(wire: Wire, elems: int, hops: Hops) -> tuple[Leg, ...]:
+    """Return the legs of the sum of parts of `elems` elements."""
     if isinstance(wire, Blocks):
-        return hops.sent_bytes(wire.nbytes, wire.nbytes)
-    return hops.sent_bytes(elems * wire.itemsize, elems * 4)
+        return hops.of_sum(wire.nbytes, wire.nbytes)
+    return hops.of_sum(elems * wire.itemsize, elems * 4)

@@ -20,9 +20,11 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dzero.comm.hops import Leg
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.operator_work import OperatorWork
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, expert_degrees
+from dzero.zero.cost_model import Legs
 from dzero.zero.layout import Layout
 
 
@@ -39,7 +41,14 @@ def of_experts(axis: str) -> str:
 
 
 def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping[str, int]) -> Link:
-    """Return the link of the collectives along `axis`, a mesh axis or `of_experts` of one.
+    """Return the link of the collectives along `axis`, a mesh axis or `of_experts` of one; `beside` as in `axes_of`."""
+    ranks, stride = axes_of(layout, beside)[axis]
+    within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
+    return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
+
+
+def axes_of(layout: Layout, beside: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return the ranks along each axis, and how far apart they are.
 
     Ranks along tp are neighbors. Ranks along shard are `layout.model_ranks` apart, and ranks along each further axis
     are a whole group of the axes before it apart. `beside` has the ranks along cp (neighbors among the data-parallel
@@ -53,9 +62,7 @@ def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping
     if (ep := beside.get(EXPERT, 1)) > 1:
         replicate, shard = expert_degrees(layout.replicate, layout.shard, ep, inside)
         axes |= {of_experts(SHARD): (shard, ep), of_experts(REPLICATE): (replicate, ep * shard)}
-    ranks, stride = axes[axis]
-    within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
-    return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
+    return axes
 
 
 CAUSAL = 2.0
@@ -87,9 +94,8 @@ class Durations:
     ) -> None:
         hardware = hardware.at_datasheet_rates() if bound else hardware
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
-        axes = [TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, PIPELINE]
-        axes += [of_experts(SHARD), of_experts(REPLICATE)] if beside.get(EXPERT, 1) > 1 else []
-        self._links = {axis: link_of(layout, hardware, axis, beside).rate for axis in axes}
+        self._axes = axes_of(layout, beside)
+        self._links = {axis: link_of(layout, hardware, axis, beside).rate for axis in self._axes}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None
@@ -110,6 +116,23 @@ class Durations:
     def sent(self, axis: str, count: int, calls: int = 1) -> float:
         """Return the seconds of `calls` collectives along `axis` that send `count` bytes in all."""
         return self._over(count, self._links[axis], "node_link or network") + self.decided(calls)
+
+    def collective(self, axis: str, legs: Legs, calls: int = 1) -> float:
+        """Return the seconds of `calls` collectives of units along `axis`, one leg after the other."""
+        hops = len({(leg.ranks, leg.stride) for leg in legs})
+        return calls * sum(self._leg(axis, leg) for leg in legs) + self.decided(calls * hops)
+
+    def _leg(self, axis: str, leg: Leg) -> float:
+        """Return the seconds of a leg. Exact ones send to every peer through the sender's own port, without a ring."""
+        hardware, stride = self._hardware, leg.stride * self._axes[axis][1]
+        is_ring = not self._layout.exact or hardware.within_node(leg.ranks, stride=stride, world=self._layout.world)
+        if is_ring:
+            rate = hardware.link(leg.ranks, stride=stride, world=self._layout.world)
+            return self._over(leg.sent_bytes, rate, "node_link or network")
+        members = hardware.members(leg.ranks, stride)
+        outside = leg.sent_bytes * (leg.ranks - members) // (leg.ranks - 1)
+        inside_s = self._over(leg.sent_bytes - outside, hardware.within_nodes, "node_link")
+        return max(inside_s, self._over(outside, hardware.between_nodes, "network"))
 
     def decided(self, calls: int) -> float:
         """Return the seconds of `calls` collectives of a few numbers."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dzero.comm.hops import sent_bytes
 from dzero.hardware import format_bytes
 from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
 from dzero.utils.terminal import Table
-from dzero.zero.cost_model import unit_bytes
+from dzero.zero.cost_model import Legs, collectives_of
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
@@ -20,7 +21,7 @@ from dzero.zero.units import unit_around
 class PlannedCollective:
     """Collective of a unit, or of `count` neighboring units from `unit` to `last_unit`.
 
-    `phase` is a pass as `phase_of` names it, or "update". `sent_bytes` are sent by one rank in each of the collectives.
+    `phase` is a pass as `phase_of` names it, or "update". `legs` are those of each of the collectives.
     """
 
     phase: str
@@ -28,8 +29,13 @@ class PlannedCollective:
     axis: str
     unit: str
     last_unit: str
-    sent_bytes: int
+    legs: Legs
     count: int = 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one rank sends in each of the collectives."""
+        return sent_bytes(self.legs)
 
 
 def phase_of(direction: str, microbatch: int, microbatches: int) -> str:
@@ -45,11 +51,11 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
     """
     *blocks, root = _nested(units)
     microbatches = layout.microbatches
-    sent = {unit.name: unit_bytes(layout, unit) for unit in units}
+    sent = {unit.name: collectives_of(layout, unit) for unit in units}
 
-    def one(phase: str, kind: str, axis: str, unit: UnitShape, sent_bytes: int) -> Iterator[PlannedCollective]:
-        if sent_bytes:
-            yield PlannedCollective(phase, kind, axis, unit.name, unit.name, sent_bytes)
+    def one(phase: str, kind: str, axis: str, unit: UnitShape, legs: Legs) -> Iterator[PlannedCollective]:
+        if legs:
+            yield PlannedCollective(phase, kind, axis, unit.name, unit.name, legs)
 
     def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[PlannedCollective]:
         yield from one(phase, "reduce_scatter", SHARD, unit, sent[unit.name].reduce)

@@ -211,15 +211,29 @@ class HardwareConfig:
         another device. The traffic between nodes is therefore shared by as many ports as the group has members in a
         node.
         """
-        inside, outside = (_times(rate, self.link_efficiency) for rate in (self.node_link, self.network))
+        inside, outside = self.within_nodes, self.between_nodes
         if self.within_node(ranks, stride=stride, world=world):
             return inside
         if outside is None:
             return None
-        members = max(1, math.gcd(ranks * stride, self.devices_per_node) // stride)
+        members = self.members(ranks, stride)
         if members == 1:
             return outside
         return None if inside is None else min(inside, members * outside)
+
+    @property
+    def within_nodes(self) -> float | None:
+        """Bytes/s of one device to others of its node that are reached."""
+        return _times(self.node_link, self.link_efficiency)
+
+    @property
+    def between_nodes(self) -> float | None:
+        """Bytes/s of one device to other nodes that are reached."""
+        return _times(self.network, self.link_efficiency)
+
+    def members(self, ranks: int, stride: int = 1) -> int:
+        """Return how many of `ranks` ranks, `stride` apart, are on each of the nodes that they are on."""
+        return max(1, math.gcd(ranks * stride, self.devices_per_node) // stride)
 
     def share(self, ranks: int) -> RankShare:
         """Return one rank's share of its node; its `host_link` is at most its part of `host_bandwidth`."""

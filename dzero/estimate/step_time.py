@@ -31,6 +31,7 @@ from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts
 from dzero.estimate.transfers import moved_of
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
+from dzero.zero.cost_model import unit_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
@@ -73,7 +74,12 @@ def pace_of(
     for span in costs.spans:
         parts[span.direction] += layout.microbatches * take.compute(span.work)
     parts[FORWARD] += take.decoded(moved.decoded)
-    axes = {axis: take.sent(axis, count, moved.calls[axis]) for axis, count in moved.axes.items()}
+    apart = (SHARD, REPLICATE, of_experts(SHARD), of_experts(REPLICATE))
+    axes = {axis: take.sent(axis, n, moved.calls[axis]) for axis, n in moved.axes.items() if axis not in apart}
+    for unit in units:
+        for entry, legs, calls in unit_traffic(layout, unit):
+            axis = of_experts(entry.axis) if unit.shared_by > 1 else entry.axis
+            axes[axis] = axes.get(axis, 0.0) + take.collective(axis, legs, calls)
     seconds = {
         COMPUTE: sum(parts.values()),
         **{

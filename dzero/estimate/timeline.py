@@ -223,7 +223,7 @@ class _Step:
 
     def _sent(self, each: PlannedCollective) -> float:
         axis = of_experts(each.axis) if each.unit in self._shared else each.axis
-        return self._durations.sent(axis, each.sent_bytes)
+        return self._durations.collective(axis, each.legs)
 
     def _reduce(self, index: int, name: str) -> None:
         """Add the transfers of a unit's gradients from the end of its backward to where they wait for the update."""

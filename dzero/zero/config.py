@@ -35,10 +35,10 @@ class ZeroConfig:
     large embedding and head."""
     reduction: str = "auto"
     """Gradient sums: exact (fp32 in rank order), native (the backend's), or auto (exact on CPU, native on CUDA; exact
-    where quantized or in two hops)."""
-    reduce_group: int | None = None
-    """Ranks whose gradients are summed first, such as a node's. Sums take two hops: inside such groups, then between
-    them. null: one hop, and two from 64 ranks on."""
+    where quantized or over nodes)."""
+    node_ranks: int | None = None
+    """Ranks of a node: sums then take two hops, inside nodes and between them, and a gather crosses between nodes once
+    per node. null: one hop, and from 64 ranks on two."""
     optimizer_shard_axes: list[str] = field(default_factory=lambda: ["shard"])
     """Mesh axes over which master parameters and moments are sharded: [shard], or [replicate,shard]."""
     unused: str = "agree"
@@ -102,10 +102,10 @@ def sums_exactly(zero: ZeroConfig, precision: PrecisionConfig, device_type: str)
     """Return whether gradients are summed in fp32 in rank order.
 
     "auto" is exact on the CPU, where exact sums are also faster over gloo, and for what a backend cannot do: sums of
-    quantized payloads, or in two hops. Otherwise it is native (nccl).
+    quantized payloads, or over nodes. Otherwise it is native (nccl).
     """
     if zero.reduction == "auto":
-        return device_type == "cpu" or precision.reduce in QUANTIZED or zero.reduce_group is not None
+        return device_type == "cpu" or precision.reduce in QUANTIZED or zero.node_ranks is not None
     return zero.reduction == "exact"
 
 

@@ -23,14 +23,15 @@ parameters need no gradient.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dzero.comm import dtensor_traffic
+from dzero.comm.hops import Leg, sent_bytes
 from dzero.comm.ledger import Entry, Traffic, dtype_key
-from dzero.comm.wire import dtype_on_wire, sent_bytes
+from dzero.comm.wire import dtype_on_wire, legs_of_sum
 from dzero.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.zero.layout import Layout, TableRow
 from dzero.zero.unit_shapes import UnitShape
@@ -47,36 +48,41 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
         shared: Names of tied parameters that the other end of the pipeline also has.
     """
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
-
-    def add(kind: str, axis: str, sent: int, wire: torch.dtype, calls: int, phase: str = "reduce") -> None:
-        if sent and calls:
-            totals[Entry(phase, kind, axis, dtype_key(wire))] += Traffic(calls, calls * sent)
-
-    microbatches, dtype = layout.microbatches, layout.param.dtype
     for unit in units:
-        own, sent = layout.of_unit(unit), unit_bytes(layout, unit)
-        blocks = unit.quantized or own.gather_bits is not None
-        gathers = microbatches if layout.param.sharded else 1
-        add("all_gather", SHARD, sent.gather, torch.uint8 if blocks else dtype, gathers, "unshard")
-        again = torch.uint8 if unit.quantized or (blocks and own.reshard_after_forward is True) else dtype
-        add("all_gather", SHARD, sent.gather_again, again, microbatches, "unshard")
-        reduces = microbatches if layout.grad.sharded else 1
-        add("reduce_scatter", SHARD, sent.reduce, dtype_on_wire(own.reduce_wire(unit)), reduces)
-        if layout.replica_shards > 1:
-            add("reduce_scatter", REPLICATE, sent.across, own.replicate_wire, 1)
-            add("all_gather", REPLICATE, sent.update, dtype, 1, "update")
-            continue
-        add("all_reduce", REPLICATE, sent.across, own.replicate_wire, 1)
+        for entry, legs, calls in unit_traffic(layout, unit):
+            totals[entry] += Traffic(calls, calls * sent_bytes(legs))
         for param in unit.params:
-            if param.name in shared and param.trainable:
-                exchanged = param.shard_elems(own.shard) * layout.grad.dtype.itemsize
-                add("exchange", PIPELINE, exchanged, layout.grad.dtype, 1)
+            if param.name in shared and param.trainable and layout.replica_shards == 1:
+                exchanged = param.shard_elems(layout.of_unit(unit).shard) * layout.grad.dtype.itemsize
+                totals[Entry.of("reduce", "exchange", PIPELINE, layout.grad.dtype)] += Traffic(1, exchanged)
     return dict(totals)
 
 
+Legs = tuple[Leg, ...]
+
+
+def unit_traffic(layout: Layout, unit: UnitShape) -> Iterator[tuple[Entry, Legs, int]]:
+    """Yield the collectives of a unit in one optimizer step: ledger entry, legs, and number of calls."""
+    own, sent, dtype = layout.of_unit(unit), collectives_of(layout, unit), layout.param.dtype
+    gathered = torch.uint8 if unit.quantized or own.gather_bits is not None else dtype
+    again = gathered if unit.quantized or own.reshard_after_forward is True else dtype
+    gathers = layout.microbatches if layout.param.sharded else 1
+    reduces = layout.microbatches if layout.grad.sharded else 1
+    averaged = "reduce_scatter" if layout.replica_shards > 1 else "all_reduce"
+    for phase, kind, axis, wire, legs, calls in (
+        ("unshard", "all_gather", SHARD, gathered, sent.gather, gathers),
+        ("unshard", "all_gather", SHARD, again, sent.gather_again, layout.microbatches),
+        ("reduce", "reduce_scatter", SHARD, dtype_on_wire(own.reduce_wire(unit)), sent.reduce, reduces),
+        ("reduce", averaged, REPLICATE, own.replicate_wire, sent.across, 1),
+        ("update", "all_gather", REPLICATE, dtype, sent.update, 1),
+    ):
+        if legs:
+            yield Entry.of(phase, kind, axis, wire), legs, calls
+
+
 @dataclass(frozen=True)
-class UnitBytes:
-    """Bytes that one rank sends in each collective of a unit; 0 where there is none.
+class UnitCollectives:
+    """Legs of each collective of a unit; none where there is no such collective, or nothing is sent.
 
     Attributes:
         gather: Gather of its parameters for forward.
@@ -86,32 +92,31 @@ class UnitBytes:
         update: Gather of updated replica shards.
     """
 
-    gather: int
-    gather_again: int
-    reduce: int
-    across: int
-    update: int
+    gather: Legs
+    gather_again: Legs
+    reduce: Legs
+    across: Legs
+    update: Legs
 
 
-def unit_bytes(layout: Layout, unit: UnitShape) -> UnitBytes:
-    """Return the bytes of each collective of a unit in a model with this layout."""
+def collectives_of(layout: Layout, unit: UnitShape) -> UnitCollectives:
+    """Return the collectives of a unit in a model with this layout."""
     own, itemsize = layout.of_unit(unit), layout.param.dtype.itemsize
     n, replicas, hop = own.shard, own.replicate, own.replicate_wire
+    shards, copies = own.hops(SHARD, n), own.hops(REPLICATE, replicas)
     trained, blocks = unit.shard_elems(n, trainable_only=True), own.gather_blocks(unit)
-    gather = (n - 1) * (unit.shard_bytes(n, itemsize) if blocks is None else blocks.nbytes)
-    again = 0
+    gather = shards.of_gather(unit.shard_bytes(n, itemsize) if blocks is None else blocks.nbytes)
+    again: Legs = ()
     if layout.param.sharded and own.gathers_again:
         inner = n if own.reshard_after_forward is True else int(own.reshard_after_forward)
-        again = gather if inner == n else (inner - 1) * unit.shard_bytes(inner, itemsize)
+        again = gather if inner == n else own.hops("", inner).of_gather(unit.shard_bytes(inner, itemsize))
+    reduce = legs_of_sum(own.reduce_wire(unit), trained, shards)
     if layout.replica_shards > 1:
         part = unit.shard_elems(n, replicas, trainable_only=True)
-        across, update = sent_bytes(hop, part, own.hops(REPLICATE, replicas)), (replicas - 1) * part * itemsize
-    else:
-        part, back = -(-trained // replicas), layout.grad.dtype if layout.exact else hop
-        across = sent_bytes(hop, part, own.hops(REPLICATE, replicas)) + (replicas - 1) * part * back.itemsize
-        update = 0
-    reduce = sent_bytes(own.reduce_wire(unit), trained, own.hops(SHARD, n)) if trained else 0
-    return UnitBytes(gather, again, reduce, across, update)
+        return UnitCollectives(gather, again, reduce, legs_of_sum(hop, part, copies), copies.of_gather(part * itemsize))
+    part, back = -(-trained // replicas), layout.grad.dtype if layout.exact else hop
+    across = (*legs_of_sum(hop, part, copies), *copies.of_gather(part * back.itemsize))
+    return UnitCollectives(gather, again, reduce, across, ())
 
 
 def copies_of(layout: Layout, unit: UnitShape) -> Traffic:

@@ -101,8 +101,8 @@ class Layout:
     """Bits of a code, if reductions are of blocks (comm/wire.py)."""
     gather_bits: int | None = None
     """Bits of a code, if parameters are gathered in blocks."""
-    reduce_group: int | None = None
-    """Setting `ZeroConfig.reduce_group`."""
+    node_ranks: int | None = None
+    """Setting `ZeroConfig.node_ranks`."""
     settings: Settings = field(default=Settings({}), repr=False, compare=False)
     """Settings that the layout was derived from, for checks of what comes later, such as an update rule."""
 
@@ -183,7 +183,7 @@ class Layout:
             unused=zero.unused,
             reduce_bits=FORMATS.get(precision.reduce),
             gather_bits=FORMATS.get(precision.gather),
-            reduce_group=zero.reduce_group,
+            node_ranks=zero.node_ranks,
             settings=settings,
         )
 
@@ -206,7 +206,7 @@ class Layout:
         if not self.exact:
             return Hops(ranks)
         widest = SHARD if self.shard > 1 else REPLICATE
-        return Hops.of(ranks, self.reduce_group if axis == widest else None)
+        return Hops.of(ranks, self.node_ranks if axis == widest else None)
 
     def reduce_wire(self, unit: UnitShape) -> Wire:
         """Return the format in which a unit with this layout is reduced over the shard axis."""

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from pair_counter import PairCounter
 from pool import Pool
 from torch import Tensor
 
@@ -63,9 +64,9 @@ def check(rank: int, ranks: int) -> None:
     usual = dict(reduction.BLOCK_BYTES)
     mine = slice(rank * ELEMS, (rank + 1) * ELEMS)
     try:
-        for block_bytes, inner in itertools.product((4 << 20, 2000), (2, ranks)):  # one piece, and many
+        routes = (Hops(ranks), Hops(2, ranks // 2), Hops(2, ranks // 2, nodes=True))
+        for block_bytes, hops in itertools.product((4 << 20, 2000), routes):  # one piece, and many
             reduction.BLOCK_BYTES["cpu"] = block_bytes
-            hops = Hops(inner, ranks // inner)
             exact = ExactReduction(group, hops)
             for wire, buffer, kept in (
                 (FP32, FP32, FP32),
@@ -136,4 +137,24 @@ def test_what_is_not_finite_or_tiny_stays_so_in_its_block_alone() -> None:
     ],
 )
 def test_the_route_follows_from_the_numbers_of_ranks(ranks: int, inner: int | None, hops: tuple[int, int]) -> None:
-    assert Hops.of(ranks, inner) == Hops(*hops)
+    assert Hops.of(ranks, inner) == Hops(*hops, nodes=inner is not None)
+
+
+def crossing(rank: int, ranks: int, hops: Hops) -> list[int]:
+    """Bytes that a gather and a sum of 64 fp32 per rank send to other groups of two ranks, and to the other rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    exact, sent = ExactReduction(group, hops), PairCounter()
+    with sent:
+        for work in exact.all_gather(torch.empty(ranks * 64), torch.ones(64)):
+            work.wait()
+        exact.reduce_scatter(torch.empty(64), torch.ones(ranks * 64), FP32)
+    return [sent.across(2), sent.total - sent.across(2)]
+
+
+def test_between_nodes_a_part_travels_once(pool: Pool) -> None:
+    part = 64 * 4
+    for found in pool.run(crossing, 4, Hops(4)):
+        assert found == [2 * part + 2 * part, part + part]
+    for found in pool.run(crossing, 4, Hops(2, 2, nodes=True)):
+        assert found == [part + part, 2 * part + 2 * part]

@@ -147,7 +147,7 @@ def test_native_divides_fp16_before_it_sums(pool: Pool) -> None:
 
 def test_reduction_auto_is_exact_on_cpu_and_native_on_cuda() -> None:
     def exactly(reduction: str, device: str, reduce: str = "auto", group: int | None = None) -> bool:
-        zero = ZeroConfig(reduction=reduction, reduce_group=group)
+        zero = ZeroConfig(reduction=reduction, node_ranks=group)
         return sums_exactly(zero, PrecisionConfig(reduce=reduce), device)
 
     assert exactly("auto", "cpu")

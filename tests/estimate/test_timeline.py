@@ -35,6 +35,7 @@ RUNS = [
     "zero.stage=2 offload=disk",
     "zero.stage=3 offload=infinity train.accumulate=2",
     "zero.stage=3 offload=infinity offload.overlap=step",
+    "zero.stage=3 zero.node_ranks=2 zero.reshard_after_forward=2 precision.gather=int8 precision.reduce=int4",
     "zero.stage=3 offload=host offload.grad_fraction=0.5 offload.master_fraction=0.5 offload.moments_fraction=0.5",
 ]
 
@@ -172,3 +173,23 @@ def test_every_microbatch_is_there() -> None:
     assert len(timeline.microbatches_s) == 16
     assert forecast.pace.step_s is not None
     assert timeline.end_s >= forecast.pace.step_s * (1 - 1e-9)
+
+
+def test_sums_in_two_hops_leave_a_node_once_and_exact_ones_in_one_hop_from_every_rank() -> None:
+    """16 ranks on two nodes of 8: what crosses does so at the network's speed, and the rest at that of the node."""
+    lines = {"one hop": "zero.reduction=exact", "nodes": "zero.node_ranks=8", "native": "zero.reduction=native"}
+    found = {}
+    for name, line in lines.items():
+        config = composed([*SMALL, "mesh.dp=16", "zero.stage=2", "hardware=h100_80g", *line.split()], CONF)
+        assert config.hardware is not None
+        hardware = replace(config.hardware, collective_latency_s=0.0)
+        found[name] = forecast_run(config, hardware).pace.seconds["shard"]
+    inside, outside = hardware.within_nodes, hardware.between_nodes
+    assert inside is not None
+    assert outside is not None
+    elems = sum(unit.shard_elems(16) for unit in forecast_run(config, hardware).units)
+    gather, wire = 2 * elems, 2 * elems  # bf16
+    assert found["one hop"] == pytest.approx(8 * (gather + wire) / outside)
+    first, second = 7 * 2 * wire / inside, 4 * elems / outside
+    assert found["nodes"] == pytest.approx(gather / outside + 7 * 2 * gather / inside + first + second)
+    assert found["nodes"] < found["one hop"]

@@ -277,6 +277,9 @@ def scenarios() -> dict[str, Scenario]:
     add("host parameters read between steps", **host_all, between=read_params)
     add("host parameters edited between steps", **host_all, between=edit_params)
     add("hpz", 4, net={"stage": 3, "reshard": 2})
+    add("two hops", 4, net={"stage": 3, "node_ranks": 2})
+    quantized = {"gather": "int8", "reduce": "int4"}
+    add("blocks in two hops", 4, net={"stage": 3, "node_ranks": 2, "microbatches": 2, **quantized})
     for overlap in ("step", "forward", "backward", "delayed"):
         add(f"host, {overlap}", net={"stage": 2}, offload={**HOST, "overlap": overlap})
         add(f"host all, {overlap}", net={"stage": 3}, offload={**HOST, "param": "host", "overlap": overlap})

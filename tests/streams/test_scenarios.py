@@ -20,6 +20,7 @@ FEW = {
     "host all, backward",
     "host, one rank, M=2",
     "disk",
+    "blocks in two hops",
     "gathered ahead by hand",
     "activations of two streams",
     "columns of a step",

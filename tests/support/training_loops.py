@@ -23,7 +23,7 @@ def sharded_net(
     replicate: int = 1,
     reduction: str = "exact",
     reshard: bool | int = True,
-    reduce_group: int | None = None,
+    node_ranks: int | None = None,
     optimizer_shard_axes: tuple[str, ...] = ("shard",),
     seed: int = 0,
     offload: OffloadConfig | None = None,
@@ -35,7 +35,7 @@ def sharded_net(
         reduction=reduction,
         reshard_after_forward=reshard,
         optimizer_shard_axes=[*optimizer_shard_axes],
-        reduce_group=reduce_group,
+        node_ranks=node_ranks,
     )
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else replicate)
     model = small_decoders.build(net, seed)

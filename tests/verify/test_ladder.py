@@ -50,11 +50,11 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
         ("zero.stage=2 precision.moments=int8", 2, [("stage 1 on the device", False), (ITSELF, True)]),
         ("zero.stage=3 precision.gather=int8", 2, [("stage 1 on the device", False), (ITSELF, True)]),
         (
-            "zero.stage=2 precision.reduce=int4 zero.reduce_group=2",
+            "zero.stage=2 precision.reduce=int4 zero.node_ranks=2",
             4,
             [("stage 1 on the device", False), (ITSELF, True)],
         ),
-        ("zero.stage=3 zero.reduce_group=2", 4, [(ITSELF, True)]),
+        ("zero.stage=3 zero.node_ranks=2", 4, [(ITSELF, True)]),
         ("zero.stage=3 zero.reduction=native", 2, [(ITSELF, False)]),
         ("zero.stage=2 optim.rule=SGD", 2, [(ITSELF, False)]),
         ("zero.stage=0 mesh.cp=2", 2, [(ITSELF, False)]),

@@ -129,8 +129,8 @@ def check_four_ranks(rank: int, ranks: int) -> None:
     check("even", stage=2, replicate=2, optimizer_shard_axes=("replicate", "shard"), offload=late)
     check("even", stage=2, replicate=2, reduction="native")
     check("even", stage=3, microbatches=4, reshard=2)
-    check("uneven", stage=2, reduce_group=2)
-    check("even", stage=3, microbatches=2, reshard=2, gather="int8", reduce="int4", reduce_group=2)
+    check("uneven", stage=2, node_ranks=2)
+    check("even", stage=3, microbatches=2, reshard=2, gather="int8", reduce="int4", node_ranks=2)
     check("uneven", stage=3, gather="int4", reduce="int8")
 
 

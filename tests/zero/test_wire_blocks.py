@@ -69,7 +69,7 @@ def by_hand(net: str, gather: int, reduce: int, group: int) -> tuple[dict[str, T
 def steps_of(
     rank: int, ranks: int, gather: str, reduce: str, group: int | None
 ) -> tuple[dict[str, Tensor], list[float]]:
-    sharded = sharded_net("uneven", stage=3, param="fp32", gather=gather, reduce=reduce, reduce_group=group)
+    sharded = sharded_net("uneven", stage=3, param="fp32", gather=gather, reduce=reduce, node_ranks=group)
     optim = TorchOptimizer(sharded, torch.optim.SGD, lr=RATE, foreach=False)
     losses = train(sharded, optim, "uneven", steps=STEPS)
     return params_of(sharded), losses
@@ -104,7 +104,7 @@ def trained(rank: int, ranks: int) -> list[list[str]]:
     """Names of what differs from stage 3, for each cell."""
     results = []
     for cell in [{"stage": 3}, *CELLS]:
-        sharded = sharded_net("uneven", param="bf16", gather="int8", reduce="int4", reduce_group=2, **cell)
+        sharded = sharded_net("uneven", param="bf16", gather="int8", reduce="int4", node_ranks=2, **cell)
         losses = train(sharded, AdamW(sharded, lr=1e-2), "uneven", steps=STEPS)
         results.append(params_of(sharded) | {"losses": torch.tensor(losses)})
     return [unequal(each, results[0]) for each in results[1:]]
