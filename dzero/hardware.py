@@ -65,7 +65,9 @@ PEAKS: dict[str, Peak] = {
     r"NVIDIA H100 80GB HBM3": Peak(989.4, 989.4, 494.7, 66.9, 1978.9),  # NVIDIA H100 (SXM5) architecture whitepaper
     r"NVIDIA H100 PCIe": Peak(756.5, 756.5, 378.0, 51.2, 1513.0),  # NVIDIA H100 (PCIe) datasheet: 1,513 sparse
     r"NVIDIA H200": Peak(989.4, 989.4, 494.7, 66.9, 1978.9),  # NVIDIA H200 (SXM) datasheet: the GPU of H100 SXM
-    r"NVIDIA B200": Peak(2250.0, 2250.0, 1100.0, 75.0, 4500.0),  # NVIDIA HGX B200 datasheet, per GPU: 4.5, 2.2, 9 PF sparse
+    r"NVIDIA B200": Peak(
+        2250.0, 2250.0, 1100.0, 75.0, 4500.0
+    ),  # NVIDIA HGX B200 datasheet, per GPU: 4.5, 2.2, 9 PF sparse
     r"NVIDIA GeForce RTX 4090": Peak(165.2, 165.2, 82.6, 82.6, 330.3),  # NVIDIA Ada whitepaper, appendix A, fp32 sums
     r"NVIDIA GeForce RTX 5090": Peak(209.5, 209.5, 104.8, 104.8, 419.0),  # NVIDIA RTX Blackwell whitepaper, fp32 sums
     r"NVIDIA L4": Peak(121.0, 121.0, 60.0, 30.3, 242.5),  # NVIDIA L4 datasheet: 242, 120 and 485 sparse

@@ -156,7 +156,7 @@ class Trainer:
         deadline_s = config.checkpoint.deadline_s if config.checkpoint.every is not None else None
         with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
             float8 = self.sharded.float8
-            products = [] if float8 is None or float8.emulated else [float8.line()]  # shard() warns of the latter
+            products = [] if float8 is None else [float8.line()]
             for line in [self._describe_run(), *products, *self.optim.describe(), *self.saves.notes]:
                 monitor.note(self.done_steps, line)
             self.recorder.memory.reset()

@@ -106,8 +106,9 @@ class PrecisionConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")
-        if isinstance(self.fp8_exclude, str):
-            raise ValueError(f"precision.fp8_exclude={self.fp8_exclude!r}: a list of names, e.g. [{self.fp8_exclude}]")
+        names: object = self.fp8_exclude
+        if isinstance(names, str):
+            raise ValueError(f"precision.fp8_exclude={names!r}: a list of names, e.g. [{names}]")
         check_compatible(Settings.of(precision=self))
 
 

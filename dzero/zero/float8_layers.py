@@ -65,7 +65,6 @@ class Float8Layers:
         count = len(self.converted)
         kept = [f"{len(self._kept_for(each))} {each}" for each in dict.fromkeys(self.kept.values())]
         told = f"precision.compute={self.compute}: {count} linear layers multiply in 8 bits"
-        told += ", emulated in fp32, as this device has no units for it: slower than bf16" if self.emulated else ""
         return f"{told}; others do not: {', '.join(kept)}" if kept else told
 
     def _kept_for(self, reason: str) -> list[str]:

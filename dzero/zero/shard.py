@@ -120,7 +120,11 @@ def shard(
         roots=roots_of(whole, stages) if stages else (),
     )
     if float8 is not None and float8.emulated and dist.get_rank() == 0:
-        warnings.warn(float8.line(), stacklevel=2)
+        warnings.warn(
+            f"precision.compute={float8.compute}: {mesh.device_type} has no units for 8-bit floats here, so products "
+            "are emulated in fp32, which is slower than bf16",
+            stacklevel=2,
+        )
     scalars = widen(whole)
     names, predicate = (None, zero.units) if callable(zero.units) else (zero.units, None)
     units = units_of_roots(whole, stages, names, predicate, None if experts is None else experts.modules)
