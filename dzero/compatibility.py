@@ -299,12 +299,6 @@ FLOAT8 = (
         "precision.compute=fp8_rowwise precision.param=fp32",
     ),
     Rule(
-        "precision.compute!=param block.tiles>1",
-        "a matrix is scaled by its largest elements, of which a tile has a part",
-        "block.tiles=1, or precision.compute=param",
-        "precision.compute=fp8_rowwise block.tiles=2",
-    ),
-    Rule(
         "precision.compute!=param mesh.pp_schedule=zero_bubble",
         "torchao's layers compute both gradients at once, of which it puts one off",
         "another schedule, or precision.compute=param",

@@ -90,10 +90,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any, *, fuses_casts: bool = 
     if func.is_view or kind in EMPTY:
         return OperatorWork(calls=1)
     touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
-    count = sum(touched.values())
+    moved = sum(touched.values())
     if fuses_casts and is_cast(kind) and out.itemsize == 1 and out.is_floating_point():
-        count -= FUSED_CAST_BYTES * out.numel()
-    return OperatorWork(bytes=count, calls=1)
+        moved -= FUSED_CAST_BYTES * out.numel()
+    return OperatorWork(bytes=moved, calls=1)
 
 
 def _attention(

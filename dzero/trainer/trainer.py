@@ -81,7 +81,7 @@ class Trainer:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         check_ranks(config, world)
         memory = MemoryMeter(device)
-        length, multiple = config.train.sequence_tokens, config.mesh.token_multiple if config.mesh.pp == 1 else 0
+        length, multiple = config.train.sequence_tokens, config.token_multiple
         self.corpus = load(config.data, config.model_folder, length)
         train = self.corpus.train_sequences(length, multiple)
         readers = config.mesh.readers(config.mesh.data_ranks(world))

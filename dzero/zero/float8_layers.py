@@ -26,15 +26,14 @@ import torch
 from torch import nn
 
 from dzero.parallel.blocks import find_blocks
+from dzero.parallel.divisibility import FP8_MULTIPLE
 from dzero.utils.terminal import Table
 from dzero.zero.config import PrecisionConfig
 from dzero.zero.dtensors import local_of
 
-MULTIPLE = 16
-"""Number that must divide the dims of a matrix, by the kernels of NVIDIA and AMD."""
 SHOWN = 3
 OUTSIDE, EXCLUDED = "outside of blocks", "named in precision.fp8_exclude"
-ODD_DIMS, OWN_FORWARD = f"dims that are no multiples of {MULTIPLE}", "a forward of its own"
+ODD_DIMS, OWN_FORWARD = f"dims that are no multiples of {FP8_MULTIPLE}", "a forward of its own"
 ADAPTER = "matrix of an adapter"
 
 
@@ -94,7 +93,8 @@ def convert_linear_layers(
     """
     if precision.compute == "param":
         return None
-    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    modules = model.named_modules()
+    linear = {name: each for name, each in modules if isinstance(each, nn.Linear) and [*each.parameters()]}
     for pattern in precision.fp8_exclude if not roots else ():  # other stages may have what this one has not
         if not any(fnmatch(name, pattern) for name in linear):
             raise ValueError(
@@ -127,7 +127,7 @@ def _reason(name: str, layer: nn.Linear, precision: PrecisionConfig) -> str:
         return OWN_FORWARD
     if any(part.startswith("lora_") for part in name.split(".")):
         return ADAPTER
-    if any(size % MULTIPLE for size in local_of(layer.weight).shape):
+    if any(size % FP8_MULTIPLE for size in local_of(layer.weight).shape):
         return ODD_DIMS
     return ""
 
@@ -139,7 +139,7 @@ def _become_float8(layers: Sequence[nn.Linear], recipe: str, emulate: bool) -> N
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     with torch.device("meta"):
-        plain = nn.Linear(MULTIPLE, MULTIPLE, bias=False)
+        plain = nn.Linear(FP8_MULTIPLE, FP8_MULTIPLE, bias=False)
     made = convert_to_float8_training(plain, config=config)
     settings = {name: value for name, value in vars(made).items() if name not in vars(plain)}
     classes: dict[type[nn.Module], Any] = {}

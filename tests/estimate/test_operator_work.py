@@ -68,7 +68,7 @@ def test_the_work_of_a_linear_and_a_relu_by_hand() -> None:
 
 @pytest.mark.parametrize(("fuses", "bytes_of_cast"), [(False, 33), (True, 5)])
 def test_a_layer_in_8_bits_makes_six_casts_for_its_three_products(fuses: bool, bytes_of_cast: int) -> None:
-    """x [64, 32], W [48, 32]: every operand is cast for each product it is in. Scales of single numbers are left out."""
+    """x [64, 32], W [48, 32]: every operand is cast for each product it is in. Scales of one number are left out."""
     tokens, inputs, outputs = 64, 32, 48
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(torch.bfloat16)
