@@ -6,7 +6,7 @@
                      the product sums over
 
 Operands are rounded to 8 bits right before each product, by scales from their own largest magnitudes, and the result is
-in the working dtype (Micikevicius et al., FP8 Formats for Deep Learning, 2022). Parameters, gradients, masters,
+in the working dtype (Micikevicius et al., FP8 Formats for Deep Learning, 2022). Parameters, gradients, masters, their
 collectives and checkpoints are those of 16-bit training. FSDP2 gathers a matrix whole, so that its scales, and with
 them all bits, are the same at every stage and on every tier.
 
