@@ -342,6 +342,33 @@ FROZEN = (
         )
     ),
 )
+FLOAT8 = (
+    idle(
+        "precision.fp8_exclude",
+        "precision.compute=param",
+        "",
+        "precision.compute=fp8_rowwise",
+        "precision.fp8_exclude=[layers.0.*]",
+    ),
+    Rule(
+        "precision.compute!=param precision.param!=bf16",
+        "torchao's recipes are for models that compute in bf16 between the products",
+        "precision.param=bf16, or precision.compute=param",
+        "precision.compute=fp8_rowwise precision.param=fp32",
+    ),
+    Rule(
+        "precision.compute!=param mesh.pp_schedule=zero_bubble",
+        "torchao's layers compute both gradients at once, of which it puts one off",
+        "another schedule, or precision.compute=param",
+        "precision.compute=fp8_rowwise mesh.pp=2 mesh.pp_schedule=zero_bubble",
+    ),
+    Rule(
+        "precision.compute!=param mesh.tp>1 adapter.kind=lora",
+        "scales of frozen matrices that ranks share were never tried",
+        "mesh.tp=1, or precision.compute=param",
+        f"{OF_A_FOLDER} precision.compute=fp8_rowwise mesh.tp=2",
+    ),
+)
 OFFLOAD = (
     *(
         idle(f"offload.{kind}_fraction", f"offload.{kind}=device", "", "", f"offload.{kind}_fraction=0.5")
@@ -821,7 +848,7 @@ RUN = (
     ),
     idle("data.weights", "data.paths=null", "", "data.paths=[...]", "data.weights=[1,2]"),
 )
-RULES = (*MESH, *EXPERTS, *STATES, *WIRE, *FROZEN, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
+RULES = (*MESH, *EXPERTS, *STATES, *WIRE, *FROZEN, *FLOAT8, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
 
 
 def check_compatible(settings: Settings) -> None:

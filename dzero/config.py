@@ -30,7 +30,7 @@ from dzero.optim.config import OptimConfig
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.lr_schedule import ScheduleConfig
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.divisibility import check_sizes
+from dzero.parallel.divisibility import FP8_MULTIPLE, check_fp8_tokens, check_sizes
 from dzero.utils.hub_cache import local_folder
 from dzero.utils.ranges import check, positive, whole
 from dzero.utils.rules import Settings
@@ -177,6 +177,14 @@ class RunConfig:
         """Folder that the model comes from, which may have its tokenizer; None for a model by sizes alone."""
         return self.model.weights_folder or (self.model.name_or_path if self.model.kind == "hf" else None)
 
+    @property
+    def token_multiple(self) -> int:
+        """Number of tokens of which padded sequences have a multiple; 0 if all are padded to their full length."""
+        if self.mesh.pp > 1:
+            return 0
+        in_8_bits = 1 if self.precision.compute == "param" else FP8_MULTIPLE * self.mesh.cp
+        return math.lcm(self.mesh.token_multiple, in_8_bits)
+
     def __post_init__(self) -> None:
         if self.train.epochs is None:
             self.schedule.factor(self.train.steps)  # raises if warm-up and decay do not fit
@@ -187,6 +195,9 @@ class RunConfig:
         check_compatible(Settings.of(**groups).having({"auto": self.auto}))
         check_sizes(self.mesh, self.model)
         self.mesh.check_tokens(self.train.sequence_tokens)
+        if self.precision.compute != "param":
+            tokens = self.train.microbatch_sequences * self.train.sequence_tokens
+            check_fp8_tokens(self.precision.compute, tokens, self.mesh.cp)
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:
             raise ValueError(

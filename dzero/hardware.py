@@ -46,12 +46,13 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense peaks in TFLOP/s, without sparsity: 16-bit matmuls with fp32 sums, TF32, and plain fp32."""
+    """Dense peaks in TFLOP/s, without sparsity: 8- and 16-bit matmuls with fp32 sums, TF32, and plain fp32."""
 
     bf16: float | None
     fp16: float | None
     tf32: float | None
     fp32: float
+    fp8: float | None = None
 
 
 # Keys are patterns for the whole name, so that a slice (MIG), a laptop chip or a restricted model matches none.
@@ -61,15 +62,17 @@ PEAKS: dict[str, Peak] = {
     r"Tesla V100-PCIE-\d+GB": Peak(None, 112.0, None, 14.0),  # NVIDIA V100 datasheet, 2020
     r"NVIDIA A100-(SXM4|PCIE)-(40|80)GB": Peak(312.0, 312.0, 156.0, 19.5),  # NVIDIA A100 datasheet, 2022
     r"NVIDIA A100 80GB PCIe": Peak(312.0, 312.0, 156.0, 19.5),  # NVIDIA A100 datasheet, 2022
-    r"NVIDIA H100 80GB HBM3": Peak(989.4, 989.4, 494.7, 66.9),  # NVIDIA H100 (SXM5) architecture whitepaper
-    r"NVIDIA H100 PCIe": Peak(756.5, 756.5, 378.0, 51.2),  # NVIDIA H100 (PCIe) datasheet: 1,513 sparse
-    r"NVIDIA H200": Peak(989.4, 989.4, 494.7, 66.9),  # NVIDIA H200 (SXM) datasheet: the GPU of H100 SXM
-    r"NVIDIA B200": Peak(2250.0, 2250.0, 1100.0, 75.0),  # NVIDIA HGX B200 datasheet, per GPU: 4.5 and 2.2 PF sparse
-    r"NVIDIA GeForce RTX 4090": Peak(165.2, 165.2, 82.6, 82.6),  # NVIDIA Ada whitepaper, appendix A, fp32 sums
-    r"NVIDIA GeForce RTX 5090": Peak(209.5, 209.5, 104.8, 104.8),  # NVIDIA RTX Blackwell whitepaper, fp32 sums
-    r"NVIDIA L4": Peak(121.0, 121.0, 60.0, 30.3),  # NVIDIA L4 datasheet: 242 and 120 sparse
-    r"NVIDIA L40S": Peak(362.05, 362.05, 183.0, 91.6),  # NVIDIA L40S datasheet
-    r"AMD Instinct MI300X( OAM)?": Peak(1307.4, 1307.4, 653.7, 163.4),  # AMD Instinct MI300X datasheet
+    r"NVIDIA H100 80GB HBM3": Peak(989.4, 989.4, 494.7, 66.9, 1978.9),  # NVIDIA H100 (SXM5) architecture whitepaper
+    r"NVIDIA H100 PCIe": Peak(756.5, 756.5, 378.0, 51.2, 1513.0),  # NVIDIA H100 (PCIe) datasheet: 1,513 sparse
+    r"NVIDIA H200": Peak(989.4, 989.4, 494.7, 66.9, 1978.9),  # NVIDIA H200 (SXM) datasheet: the GPU of H100 SXM
+    r"NVIDIA B200": Peak(
+        2250.0, 2250.0, 1100.0, 75.0, 4500.0
+    ),  # NVIDIA HGX B200 datasheet, per GPU: 4.5, 2.2, 9 PF sparse
+    r"NVIDIA GeForce RTX 4090": Peak(165.2, 165.2, 82.6, 82.6, 330.3),  # NVIDIA Ada whitepaper, appendix A, fp32 sums
+    r"NVIDIA GeForce RTX 5090": Peak(209.5, 209.5, 104.8, 104.8, 419.0),  # NVIDIA RTX Blackwell whitepaper, fp32 sums
+    r"NVIDIA L4": Peak(121.0, 121.0, 60.0, 30.3, 242.5),  # NVIDIA L4 datasheet: 242, 120 and 485 sparse
+    r"NVIDIA L40S": Peak(362.05, 362.05, 183.0, 91.6, 733.0),  # NVIDIA L40S datasheet
+    r"AMD Instinct MI300X( OAM)?": Peak(1307.4, 1307.4, 653.7, 163.4, 2614.9),  # AMD Instinct MI300X datasheet
 }
 
 
@@ -92,9 +95,17 @@ def peak_flops_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float
                 torch.bfloat16: peak.bf16,
                 torch.float16: peak.fp16,
                 torch.float32: peak.tf32 if tf32 and peak.tf32 else peak.fp32,
+                torch.float8_e4m3fn: peak.fp8,
             }.get(dtype)
             return None if tera is None else tera * 1e12
     return None
+
+
+def multiplies_fp8(device_type: str) -> bool:
+    """Return whether this machine's devices have units for 8-bit floats: NVIDIA's from Ada on, AMD's from MI300 on."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= ((8, 9) if torch.version.hip is None else (9, 4))
 
 
 def dtype_of(name: str, *, key: str = "dtype", allowed: Iterable[str] = tuple(DTYPES)) -> torch.dtype:

@@ -37,6 +37,11 @@ def settled(*settings: str) -> RunConfig:
         return config.resolve(compose("config", overrides=list(settings)))
 
 
+def test_padded_sequences_fit_products_in_8_bits() -> None:
+    line = ["mesh.cp=2", "precision.compute=fp8_rowwise"]
+    assert (settled(*line).token_multiple, settled(line[0]).token_multiple) == (32, 4)
+
+
 def test_a_repository_in_the_cache_is_found_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--name"
@@ -53,6 +58,9 @@ def test_a_repository_in_the_cache_is_found_once_for_all_ranks(tmp_path: Path, m
 
 MISTAKES = {
     # values outside the allowed set
+    "precision.compute=fp8": "precision.compute='fp8': choose one of ['param', 'fp8_tensorwise', 'fp8_rowwise']",
+    "precision.compute=fp8_rowwise train.sequence_tokens=50 train.microbatch_sequences=2": "mesh.cp = 100; make "
+    "train.sequence_tokens a multiple of 16",
     "zero.stage=5": "zero.stage=5: choose 0, 1, 2 or 3",
     "precision=bf17": "precision=bf17: choose one of ['bf16', 'bf16_remainder', 'fp16', 'fp32']; did you mean bf16?",
     "model=tinny": "did you mean tiny?",

@@ -33,6 +33,8 @@ def test_peaks_are_dense_and_by_exact_name() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     assert peak_flops_of("NVIDIA H100 80GB HBM3", bf16) == pytest.approx(989.4e12)
     assert peak_flops_of("NVIDIA H100 PCIe", bf16) == pytest.approx(756.5e12)
+    assert peak_flops_of("NVIDIA H100 80GB HBM3", torch.float8_e4m3fn) == pytest.approx(1978.9e12)
+    assert peak_flops_of("NVIDIA A100-SXM4-80GB", torch.float8_e4m3fn) is None
     assert peak_flops_of("NVIDIA A100-SXM4-80GB", fp32, tf32=True) == pytest.approx(156e12)
     assert peak_flops_of("NVIDIA A100-SXM4-80GB", fp32) == pytest.approx(19.5e12)
     assert peak_flops_of("Tesla V100-SXM2-32GB", fp32, tf32=True) == pytest.approx(15.7e12)  # it has no TF32

@@ -99,8 +99,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._points: list[Where] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # DTensor dispatches its local tensors
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # DTensors and operands in 8 bits dispatch the tensors inside of them
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for tensor in _tensors((args, kwargs, out)):

@@ -19,6 +19,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "resharding over N": {"zero.reshard_after_forward": 2},
     "16-bit masters": {"precision.master": "remainder", "precision.param": "bf16"},
     "8-bit moments": {"precision.moments": "int8"},
+    "8-bit products": {"precision.compute": "fp8_rowwise", "precision.param": "bf16"},
     "parameters off device": {"offload.param": "host", "offload.master": "host"},
     "masters on host": {"offload.master": "host", "offload.moments": "host"},
     "masters on disk": {"offload.master": "disk", "offload.moments": "disk"},

@@ -20,6 +20,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+
 from dzero.comm.hops import Leg
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.operator_work import OperatorWork
@@ -97,6 +99,7 @@ class Durations:
         self._axes = axes_of(layout, beside)
         self._links = {axis: link_of(layout, hardware, axis, beside).rate for axis in self._axes}
         self._flops = hardware.reachable_flops(layout.param.dtype)
+        self._fp8_flops = hardware.reachable_flops(torch.float8_e4m3fn)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None
         if bound and self._flops is not None and not hardware.devices_are_host:
@@ -109,6 +112,7 @@ class Durations:
         A GPU computes while the host launches the next operators, so the longer of both counts. On a CPU both add up.
         """
         device_s = self._over(work.flops, self._flops, "flops") + self._over(work.attention, self._attention, "flops")
+        device_s += self._over(work.fp8_flops, self._fp8_flops, "fp8_flops")
         device_s += self._over(work.bytes, self._hardware.reachable_bandwidth, "device_bandwidth")
         program_s = work.calls * self._hardware.operator_s
         return device_s + program_s if self._hardware.devices_are_host else max(device_s, program_s)

@@ -136,7 +136,7 @@ class Forecast:
         peak = self.hardware.peak_flops(self.layout.param.dtype)
         if not peak or not self.pace.step_s:
             return None
-        made = sum(span.work.flops + span.work.attention for span in self.costs.spans)
+        made = sum(span.work.flops + span.work.fp8_flops + span.work.attention for span in self.costs.spans)
         return self.layout.microbatches * made / (peak * self.pace.step_s)
 
     @property

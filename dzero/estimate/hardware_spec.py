@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DEVICE_TYPES = ("cuda", "cpu")
 FLOPS = ("bf16", "fp16", "fp32")
-NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 """Dtypes that have a peak, by torch's names; this module does not import torch at run time."""
 MOST_RATE = 1e18
 MOST = {"bytes": 8.0 * MOST_BYTES, "node": float(MOST_RANKS)}
@@ -76,6 +76,8 @@ class HardwareConfig:
     """Dense fp16 peak of one device, with fp32 accumulation."""
     fp32_flops: float | None
     """Dense fp32 peak of one device."""
+    fp8_flops: float | None = None
+    """Dense fp8 peak of one device, with fp32 accumulation. null: products in 8 bits are emulated."""
     efficiency: float
     """Fraction of the peak that matrix products reach in training, (0, 1]."""
     memory_efficiency: float = 1.0

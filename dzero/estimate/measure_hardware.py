@@ -139,6 +139,7 @@ def combine(key: MeasurementKey, each: Sequence[RankFigures], *, disk_bytes: int
         bf16_flops=peaks["bf16"],
         fp16_flops=peaks["fp16"],
         fp32_flops=peaks["fp32"],
+        fp8_flops=peak_flops_of(key.device, torch.float8_e4m3fn),
         efficiency=min(1.0, slowest[half] / peak) if half and peak else 1.0,
         attention_flops=min(rank.operators.attention for rank in each),
         operator_s=max(rank.operators.operator_s for rank in each),

@@ -99,14 +99,16 @@ def costs_of(
     ledger: Ledger | None = None,
     beside: Mapping[str, int] | None = None,
     experts: Mapping[str, nn.Module] | None = None,
+    fuses_casts: bool = False,
 ) -> MicrobatchCosts:
     """Measure the costs of one microbatch of `model`, on meta in its compute dtype, on fake tensors.
 
     `units` are class names, as in `zero.units`, `experts` the modules that ranks share, by name. Attention (cp) and
-    experts (ep) count their traffic in `ledger`; `beside` has the ranks along both.
+    experts (ep) count their traffic in `ledger`; `beside` has the ranks along both. `fuses_casts` if blocks are
+    compiled, of which casts to 8 bits alone are counted so.
     """
     modules = dict(find_units(model, units, experts=experts))
-    meter = _CostMeter(ledger or Ledger())
+    meter = _CostMeter(ledger or Ledger(), fuses_casts=fuses_casts)
     with fake_tensors(), intercept(meter.run):
         with meter.unseen():
             model = model.to_empty(device="cpu")
@@ -138,9 +140,9 @@ def costs_of(
 class _CostMeter:
     """Meter that counts live storages and operators by running unit."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, fuses_casts: bool) -> None:
         self.spans: list[UnitSpan] = []
-        self._ledger = ledger
+        self._ledger, self._fuses_casts = ledger, fuses_casts
         self._live: dict[int, int] = {}
         self._bytes = self._peak = 0
         self._work = OperatorWork()
@@ -151,10 +153,10 @@ class _CostMeter:
 
     def run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and count it."""
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # DTensor dispatches its local tensors
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # DTensors and operands in 8 bits dispatch the tensors inside of them
         out = func(*args, **kwargs)
-        self._work += work_of(func, args, kwargs, out)
+        self._work += work_of(func, args, kwargs, out, fuses_casts=self._fuses_casts)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._take(tensor.untyped_storage())

@@ -10,10 +10,18 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from dzero.comm.dtensor_traffic import called_by, sent_by
 from dzero.mesh import CONTEXT, EXPERT, TENSOR
-from dzero.utils.torch_internals import COLLECTIVES, attention_operators, group_called, tree_leaves
+from dzero.utils.torch_internals import (
+    COLLECTIVES,
+    attention_operators,
+    fp8_products,
+    group_called,
+    is_cast,
+    tree_leaves,
+)
 
 aten = torch.ops.aten
 ATTENTION, ATTENTION_BACKWARD = attention_operators(), attention_operators("_backward")
+IN_FP8 = fp8_products()
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     **dict.fromkeys(ATTENTION, lambda *qkv, **_: _attention(sdpa_flop_count, *qkv[:3])),
@@ -23,6 +31,9 @@ FLOPS: dict[Any, Callable[..., int]] = {
     ),
 }
 """FLOPs of an operator call, a multiply-add as 2; torch's table lacks CPU attention and, up to 2.11, grouped heads."""
+FUSED_CAST_BYTES = 28
+"""Bytes per element that compiled code saves where torchao casts bf16 to 8 bits: operators that run one by one move 33,
+and fused ones 5, since they read the operand for its scale, read it again, and write the result."""
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 """Operators that touch no memory."""
 
@@ -31,13 +42,14 @@ class OperatorWork(NamedTuple):
     """Work of operators on one rank.
 
     Attributes:
-        flops: FLOPs of matrix products.
+        flops: FLOPs of matrix products, but for those in 8 bits.
         attention: FLOPs of attention.
         bytes: Bytes that all other operators read and write.
         calls: Operator calls.
         sent, exchanges: Bytes sent in, and number of, the collectives of tensor parallelism.
         passed, passes: The same for attention over sequences cut by cp.
         routed, routes: The same for tokens sent to experts of other ranks.
+        fp8_flops: FLOPs of matrix products in 8 bits.
     """
 
     flops: float = 0.0
@@ -50,6 +62,7 @@ class OperatorWork(NamedTuple):
     passes: int = 0
     routed: float = 0.0
     routes: int = 0
+    fp8_flops: float = 0.0
 
     def exchanged(self) -> Iterator[tuple[str, float, int]]:
         """Yield the bytes sent, and the number of collectives, along each axis within the model."""
@@ -61,8 +74,8 @@ class OperatorWork(NamedTuple):
         return OperatorWork(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]
 
 
-def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork:
-    """Return the work of one operator call that returned `out`."""
+def work_of(func: Any, args: Any, kwargs: Any, out: Any, *, fuses_casts: bool = False) -> OperatorWork:
+    """Return the work of one operator call that returned `out`; `fuses_casts` if casts to 8 bits are compiled."""
     kind = func.overloadpacket
     if func.namespace == "prim":
         return OperatorWork()  # device query of a fake tensor, which real runs do not have
@@ -72,15 +85,15 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork:
         return OperatorWork(calls=1)  # of cp or ep, whose bytes the ledger counts; or a wait
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)
-        return (
-            OperatorWork(attention=flops, calls=1)
-            if "attention" in kind.__name__
-            else OperatorWork(flops=flops, calls=1)
-        )
+        what = "attention" if "attention" in kind.__name__ else "fp8_flops" if kind in IN_FP8 else "flops"
+        return OperatorWork(calls=1)._replace(**{what: flops})
     if func.is_view or kind in EMPTY:
         return OperatorWork(calls=1)
     touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
-    return OperatorWork(bytes=sum(touched.values()), calls=1)
+    moved = sum(touched.values())
+    if fuses_casts and is_cast(kind) and out.itemsize == 1 and out.is_floating_point():
+        moved -= FUSED_CAST_BYTES * out.numel()
+    return OperatorWork(bytes=moved, calls=1)
 
 
 def _attention(

@@ -9,6 +9,9 @@ from dzero.mesh_config import STAGES_PER_RANK, MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.utils.ranges import divisors
 
+FP8_MULTIPLE = 16
+"""Number that must divide the dims of matrices of 8-bit floats, and what their products sum over."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -79,3 +82,16 @@ def check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
         check_blocks(model.layers, mesh.pp, mesh.stages_per_rank)
     if mesh.cp_attention == "ulysses" and model.heads is not None:
         check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
+
+
+def check_fp8_tokens(compute: str, tokens: int, ranks: int) -> None:
+    """Raise ValueError if gradients of weights would sum over tokens that `FP8_MULTIPLE` does not divide.
+
+    `tokens` are those of a microbatch, which `ranks` of cp share, and `compute` is the value of precision.compute.
+    """
+    if tokens // ranks % FP8_MULTIPLE:
+        raise ValueError(
+            f"precision.compute={compute}: products in 8 bits sum over multiples of {FP8_MULTIPLE} tokens, but "
+            f"train.microbatch_sequences x train.sequence_tokens / mesh.cp = {tokens // ranks}; make "
+            f"train.sequence_tokens a multiple of {FP8_MULTIPLE * ranks}"
+        )

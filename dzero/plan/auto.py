@@ -78,7 +78,7 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
         units = units_of(config, model, rank)
     return Subject(
         units=units,
-        costs=partial(_costs, config),
+        costs=partial(_costs, config, hardware.fp8_flops is not None),
         hardware=hardware,
         step_tokens=config.train.sequences(config.mesh.readers(ranks)) * config.train.sequence_tokens,
         model_flops=flops,
@@ -145,11 +145,11 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return replace(config, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
 
 
-def _costs(config: RunConfig, recompute: str, microbatch: int) -> MicrobatchCosts:
+def _costs(config: RunConfig, has_fp8: bool, recompute: str, microbatch: int) -> MicrobatchCosts:
     """Return the costs of a microbatch of `microbatch` sequences."""
     block = replace(config.block, activation_checkpoint=recompute)
     train = replace(config.train, microbatch_sequences=microbatch, accumulate=1, global_sequences=None)
-    return costs_for(replace(config, block=block, train=train))
+    return costs_for(replace(config, block=block, train=train), has_fp8=has_fp8)
 
 
 def _hardware(config: RunConfig) -> HardwareConfig:

@@ -18,9 +18,10 @@ from dzero.models.moe import MoE
 from dzero.parallel.context.parallelize import AttentionSizes, expected_context
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
 from dzero.parallel.pipeline.split import ModelStages
-from dzero.parallel.tensor.traffic import TensorSizes, expected_tensor
+from dzero.parallel.tensor.traffic import Float8Sizes, TensorSizes, expected_scales, expected_tensor
 from dzero.parallel.tiling.loss import head_of
 from dzero.zero.cost_model import expected_copies
+from dzero.zero.float8_layers import Float8Layers
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
@@ -45,7 +46,12 @@ def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, stages:
 
 
 def tensor_traffic(
-    config: RunConfig, model: nn.Module, layout: Layout, units: Sequence[UnitShape], stages: ModelStages | None = None
+    config: RunConfig,
+    model: nn.Module,
+    layout: Layout,
+    units: Sequence[UnitShape],
+    stages: ModelStages | None = None,
+    float8: Float8Layers | None = None,
 ) -> Moved:
     """Return the traffic of tensor parallelism per rank; empty for models other than Llama."""
     mesh, train = config.mesh, config.train
@@ -68,7 +74,26 @@ def tensor_traffic(
     moved = expected_tensor(sizes, ranks=mesh.tp, microbatches=layout.microbatches, recomputed=recomputed)
     for entry, traffic in expected_copies(layout, units).items():
         moved[entry] = moved.get(entry, Traffic()) + traffic
+    if float8 is not None:
+        moved |= expected_scales(
+            _float8_sizes(float8, units),
+            tensorwise=float8.compute == "fp8_tensorwise",
+            tokens=sizes.tokens,
+            ranks=mesh.tp,
+            microbatches=layout.microbatches,
+            recomputed=recomputed,
+        )
     return moved
+
+
+def _float8_sizes(float8: Float8Layers, units: Sequence[UnitShape]) -> list[Float8Sizes]:
+    """Return the sizes of the layers that multiply in 8 bits and whose matrices ranks share."""
+    found = []
+    for param in (each for unit in units for each in unit.params):
+        if param.name.removesuffix(".weight") in float8.converted and param.split and param.split.dim is not None:
+            outputs, inputs = param.whole
+            found.append(Float8Sizes(dim=param.split.dim, inputs=inputs, outputs=outputs))
+    return found
 
 
 def _adapters(model: nn.Module) -> dict[str, tuple[int, ...]]:

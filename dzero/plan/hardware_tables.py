@@ -17,6 +17,7 @@ MEANING = {
     "bf16_flops": "peak of one device, bf16",
     "fp16_flops": "peak of one device, fp16",
     "fp32_flops": "peak of one device, fp32",
+    "fp8_flops": "peak of one device, fp8",
     "efficiency": "of the peak, reached by matrix products",
     "memory_efficiency": "of memory's bandwidth, reached",
     "link_efficiency": "of the links' rates, reached",

@@ -33,9 +33,10 @@ from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, or
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.loss import losses_of
 from dzero.plan.run_layout import parallel_of, tile_loss_of
+from dzero.zero.float8_layers import Float8Layers, convert_linear_layers
 from dzero.zero.quantized_weights import CODECS
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
+from dzero.zero.units import ROOT, find_units, roots_of, shapes_of, slots_by_unit
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, pipeline_stage: int = 0) -
         yield RankView(cut.stages, ledger, {} if cut.experts is None else cut.experts.modules)
 
 
+def float8_of(config: RunConfig, model: nn.Module, rank: RankView, *, emulate: bool) -> Float8Layers | None:
+    """Let linear layers of `model`, as `rank` has it, multiply as precision.compute says; return which do."""
+    roots = roots_of(model, rank.stages) if rank.stages else ()
+    return convert_linear_layers(model, config.precision, emulate=emulate, roots=roots)
+
+
 def pipeline_stages_of(config: RunConfig) -> Sequence[int]:
     """Return the pipeline stages that may need most memory or time.
 
@@ -129,19 +136,34 @@ def _flights(config: RunConfig, stages: ModelStages | None, count: int | None) -
 
 
 def costs_for(
-    config: RunConfig, model: nn.Module | None = None, rank: RankView | None = None, microbatches: int | None = None
+    config: RunConfig,
+    model: nn.Module | None = None,
+    rank: RankView | None = None,
+    microbatches: int | None = None,
+    *,
+    has_fp8: bool,
 ) -> MicrobatchCosts:
     """Return the costs of one microbatch of the run; `microbatches` of a step add those that a pipeline has in flight.
 
     `model` and `rank` are those of `as_on_a_rank`, by default of the first pipeline stage. The model is consumed.
+    `has_fp8` tells whether the device multiplies in 8 bits, or emulates it.
     """
     if model is None or rank is None:
         model = model_of(config)
         with as_on_a_rank(config, model) as rank:
-            return costs_for(config, model, rank)
+            return costs_for(config, model, rank, has_fp8=has_fp8)
+    float8_of(config, model, rank, emulate=not has_fp8)
     working, loss = model.to(dtype_of(config.precision.param)), _loss_of(config, rank.stages)
     beside = {CONTEXT: config.mesh.cp, EXPERT: config.mesh.ep}
-    costs = costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
+    costs = costs_of(
+        working,
+        loss,
+        config.zero.units,
+        ledger=rank.ledger,
+        beside=beside,
+        experts=rank.experts,
+        fuses_casts=has_fp8 and config.block.compiles("cuda"),
+    )
     return replace(costs, flights=_flights(config, rank.stages, microbatches))
 
 

@@ -29,7 +29,15 @@ from dzero.optim.build import moments_of
 from dzero.parallel.expert.dispatch import expected_experts
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
-from dzero.plan.meta_model import as_on_a_rank, costs_for, hidden_of, model_of, pipeline_stages_of, units_of
+from dzero.plan.meta_model import (
+    as_on_a_rank,
+    costs_for,
+    float8_of,
+    hidden_of,
+    model_of,
+    pipeline_stages_of,
+    units_of,
+)
 from dzero.plan.picture import pixels
 from dzero.plan.provenance import auto_values, settings_table
 from dzero.plan.run_layout import layout_of, ranks_of
@@ -67,13 +75,15 @@ def explain_run(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
+        float8 = float8_of(config, model, rank, emulate=False)
     told = [
         settings_table(config, settings, conf),
         auto_values(config, layout, kind, where),
         kinds_table(layout, units),
         units_table(layout, units),
+        *([] if float8 is None else [float8.table()]),
         collectives_table(layout, units),
-        _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.stages)),
+        _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.stages, float8)),
         _moved("what attention passes on", context_traffic(config, model, layout, rank.stages)),
         _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.stages)),
         _moved(
@@ -134,7 +144,8 @@ def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | 
         model = model_of(config, vocab_size)
         flops = flops_per_token(model, train.sequence_tokens)
         with as_on_a_rank(config, model, part) as rank:
-            units, costs = units_of(config, model, rank), costs_for(config, model, rank, layout.microbatches)
+            units = units_of(config, model, rank)
+            costs = costs_for(config, model, rank, layout.microbatches, has_fp8=hardware.fp8_flops is not None)
         found.append(
             Forecast(
                 layout=layout,

@@ -31,7 +31,13 @@ from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.memory import StepMemory, memory_of
 from dzero.estimate.microbatch_costs import STATES_ALONE
 from dzero.estimate.search import fitting, short_bytes
-from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
+from dzero.hardware import (
+    device_memory_bytes,
+    format_bytes,
+    host_available_bytes,
+    host_memory_bytes,
+    multiplies_fp8,
+)
 from dzero.launch.config import launched
 from dzero.launch.devices import device_type
 from dzero.mesh import local_rank, local_ranks
@@ -153,7 +159,10 @@ def _needed(config: RunConfig, part: int) -> StepMemory:
         with as_on_a_rank(config, model, part) as rank:
             units = units_of(config, model, rank)
             foreseen = config.offload.activations == "device"
-            costs = costs_for(config, model, rank, layout.microbatches) if foreseen else STATES_ALONE
+            has_fp8 = multiplies_fp8(device_type(config.launch))
+            costs = STATES_ALONE
+            if foreseen:
+                costs = costs_for(config, model, rank, layout.microbatches, has_fp8=has_fp8)
     except RunError:  # mesh.tp does not divide the model, so no run could start
         raise
     except Exception as error:

@@ -86,7 +86,7 @@ class MetricsRecorder:
         self._inside = context_traffic(config, *table, sharded.stages)
         self._inside |= pipeline_traffic(sharded.stages, built.hidden, sharded.layout)
         if built.counts_tensor:
-            self._inside |= tensor_traffic(config, *table, sharded.shapes, sharded.stages)
+            self._inside |= tensor_traffic(config, *table, sharded.shapes, sharded.stages, sharded.float8)
         self._counted: dict[Entry, Traffic] = {}
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}

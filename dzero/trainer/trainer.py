@@ -81,7 +81,7 @@ class Trainer:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         check_ranks(config, world)
         memory = MemoryMeter(device)
-        length, multiple = config.train.sequence_tokens, config.mesh.token_multiple if config.mesh.pp == 1 else 0
+        length, multiple = config.train.sequence_tokens, config.token_multiple
         self.corpus = load(config.data, config.model_folder, length)
         train = self.corpus.train_sequences(length, multiple)
         readers = config.mesh.readers(config.mesh.data_ranks(world))
@@ -155,7 +155,9 @@ class Trainer:
         )
         deadline_s = config.checkpoint.deadline_s if config.checkpoint.every is not None else None
         with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
-            for line in [self._describe_run(), *self.optim.describe(), *self.saves.notes]:
+            float8 = self.sharded.float8
+            products = [] if float8 is None else [float8.line()]
+            for line in [self._describe_run(), *products, *self.optim.describe(), *self.saves.notes]:
                 monitor.note(self.done_steps, line)
             self.recorder.memory.reset()
             held_out = None

@@ -315,6 +315,17 @@ def attention_operators(suffix: str = "") -> list[Any]:
     return [each for each in found if each is not None]
 
 
+def fp8_products() -> list[Any]:
+    """Return the operators that multiply matrices of 8-bit floats, by their scales."""
+    found = getattr(torch.ops.aten, "_scaled_mm", None)
+    return [] if found is None else [found]
+
+
+def is_cast(operator: Any) -> bool:
+    """Return whether an operator copies a tensor to another dtype or device."""
+    return operator is torch.ops.aten._to_copy
+
+
 def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None = None, dropout: float = 0.0
 ) -> torch.Tensor:

@@ -15,6 +15,7 @@ FLOATS = ("fp32", "bf16", "fp16")
 QUANTIZED = ("int8", "int4")
 FROZEN_FORMATS = ("param", "int8", "nf4")
 MASTERS = ("fp32", "remainder")
+COMPUTES = ("param", "fp8_tensorwise", "fp8_rowwise")
 MOMENTS = ("fp32", "bf16", "int8")
 SHARD_AXES = (["shard"], ["replicate", "shard"])
 UNUSED = ("agree", "zeros")
@@ -67,7 +68,7 @@ class PrecisionConfig:
     """Dtypes of model states, compute and communication."""
 
     param: str = "bf16"
-    """Parameters and compute: fp32, bf16 or fp16."""
+    """Parameters, and compute but for what `compute` says: fp32, bf16 or fp16."""
     reduce: str = "auto"
     """Payload of the gradient reduction: fp32, bf16, fp16, auto (that of param; that of grad for native sums), or int8
     or int4 in blocks (qgZ of ZeRO++)."""
@@ -82,6 +83,12 @@ class PrecisionConfig:
     """Moments: fp32, bf16 (rounded stochastically) or int8 (torchao's block-wise 8 bits)."""
     frozen: str = "param"
     """Matrices of blocks that are not trained: that of param, int8 (8.25 bits per element) or nf4 (QLoRA's 4.25)."""
+    compute: str = "param"
+    """Products of linear layers in blocks: that of param, fp8_tensorwise or fp8_rowwise (8-bit floats by torchao, with
+    a scale for each matrix or for each row; emulated where a device has no units for them)."""
+    fp8_exclude: list[str] = field(default_factory=list)
+    """Names of linear layers that stay in the dtype of param, wildcards allowed. Those outside of blocks (embedding,
+    head), matrices of adapters, and dims that are no multiples of 16 stay by themselves."""
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -92,9 +99,13 @@ class PrecisionConfig:
             ("master", self.master, [*MASTERS]),
             ("moments", self.moments, [*MOMENTS]),
             ("frozen", self.frozen, [*FROZEN_FORMATS]),
+            ("compute", self.compute, [*COMPUTES]),
         ):
             if value not in allowed:
                 raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")
+        names: object = self.fp8_exclude
+        if isinstance(names, str):
+            raise ValueError(f"precision.fp8_exclude={names!r}: a list of names, e.g. [{names}]")
         check_compatible(Settings.of(precision=self))
 
 

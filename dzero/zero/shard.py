@@ -1,5 +1,6 @@
 """`dzero.shard`: its arguments, and the layout that follows from them."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -9,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dzero.hardware import multiplies_fp8
 from dzero.mesh import EXPERT, PIPELINE, data_mesh, make_mesh, model_groups
 from dzero.parallel.parallelize import ParallelModel
 from dzero.utils import torch_internals
 from dzero.utils.torch_internals import check
 from dzero.zero import fsdp_internals
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, sums_exactly
+from dzero.zero.float8_layers import convert_linear_layers
 from dzero.zero.guards import refuse_cut
 from dzero.zero.init_params import Materialise
 from dzero.zero.layout import Layout
@@ -22,7 +25,7 @@ from dzero.zero.offload_config import OFFLOADS, OffloadConfig
 from dzero.zero.scalar_params import widen
 from dzero.zero.sharded import Sharded
 from dzero.zero.sharder import Sharder
-from dzero.zero.units import units_of_roots
+from dzero.zero.units import roots_of, units_of_roots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,18 @@ def shard(
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
     refuse_cut(whole)
+    float8 = convert_linear_layers(
+        whole,
+        precision,
+        emulate=not multiplies_fp8(mesh.device_type),
+        roots=roots_of(whole, stages) if stages else (),
+    )
+    if float8 is not None and float8.emulated and dist.get_rank() == 0:
+        warnings.warn(
+            f"precision.compute={float8.compute}: {mesh.device_type} has no units for 8-bit floats here, so products "
+            "are emulated in fp32, which is slower than bf16",
+            stacklevel=2,
+        )
     scalars = widen(whole)
     names, predicate = (None, zero.units) if callable(zero.units) else (zero.units, None)
     units = units_of_roots(whole, stages, names, predicate, None if experts is None else experts.modules)
@@ -119,6 +134,7 @@ def shard(
     values_on = init.device or _current_device(mesh.device_type)
     sharder = Sharder(whole, layout, data, groups, units, materialise, values_on, stages, experts, scalars)
     sharded = sharder.run()
+    sharded.float8 = float8
     if cut is not None and cut.config.cp > 1:
         sharded.context = cut.cut_sequences(sharded.ledger, exact=layout.exact)
     return sharded

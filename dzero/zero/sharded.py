@@ -19,6 +19,7 @@ from dzero.parallel.pipeline.split import ModelStages
 from dzero.streams import Loans
 from dzero.utils.terminal import plain
 from dzero.zero.describe import kinds_table, units_table
+from dzero.zero.float8_layers import Float8Layers
 from dzero.zero.fsdp_internals import (
     has_failed,
     recover,
@@ -55,6 +56,7 @@ class Sharded:
         stages: Pipeline stages on this rank, each a root of FSDP2; None without a pipeline.
         names: Names of the parameters of all pipeline stages.
         scalars: Names of the parameters without dimensions, whose shards have one.
+        float8: Linear layers that multiply in 8 bits; None with `precision.compute=param`.
         claims: Names of the parameters that each optimizer updates, by its claimant, for the optimizer's lifetime.
         holders: Optimizers of the model, once they are made, for their lifetime.
         is_last: Whether the current microbatch is the last of its step.
@@ -76,6 +78,7 @@ class Sharded:
         self.model_groups, self.stages = model_groups, stages
         self.names = tuple(name for name, _ in model.named_parameters()) if stages is None else stages.names
         self.scalars: frozenset[str] = frozenset()
+        self.float8: Float8Layers | None = None
         self.context: ContextParallel | None = None
         self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
         self.holders: WeakSet[StateHolder] = WeakSet()
@@ -279,6 +282,7 @@ class Sharded:
     def __repr__(self) -> str:
         of = f"{type(self.model).__name__}, {len(self.units)} units, on {self.mesh.device_type}"
         tables = [kinds_table(self.layout, self.shapes), units_table(self.layout, self.shapes)]
+        tables += [] if self.float8 is None else [self.float8.table()]
         return f"Sharded({of})\n{plain(tables)}"
 
     def named_params(self) -> dict[str, nn.Parameter]:

@@ -20,6 +20,7 @@ from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
+from dzero.zero.float8_layers import convert_linear_layers
 from dzero.zero.offload_config import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=1024, hidden_size=128, layers=3, heads=4, kv_heads=2, ffn_size=352)
@@ -54,6 +55,7 @@ def costs(run: Run, dtype: torch.dtype = torch.bfloat16) -> MicrobatchCosts:
     with torch.device("meta"):
         model = Llama(SHAPE).to(dtype)
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, compile=False), "cpu")
+    convert_linear_layers(model, PrecisionConfig(**run.precision), emulate=True)
     return costs_of(model, loss_of)
 
 
@@ -127,6 +129,8 @@ ON_DEVICE = [
 ] + [
     Run(3, precision={"param": "fp32"}),
     Run(2, 2, "full", precision={"master": "remainder", "moments": "bf16"}),
+    Run(2, precision={"compute": "fp8_rowwise"}),
+    Run(3, 1, "full", precision={"compute": "fp8_tensorwise"}),
     Run(2, precision={"gather": "int8", "reduce": "int4"}),
     Run(3, 2, precision={"gather": "int4", "reduce": "int8"}),
 ]

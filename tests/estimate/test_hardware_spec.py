@@ -105,7 +105,8 @@ def test_peaks_are_those_that_training_is_measured_against(name: str, card: str)
     peak = next(peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, card))
     hardware = chosen(f"hardware={name}")
     assert hardware is not None
-    for given, listed in ((hardware.bf16_flops, peak.bf16), (hardware.fp16_flops, peak.fp16)):
+    figures = hardware.bf16_flops, hardware.fp16_flops, hardware.fp8_flops
+    for given, listed in zip(figures, (peak.bf16, peak.fp16, peak.fp8), strict=True):
         assert given == (None if listed is None else pytest.approx(listed * 1e12))
     assert hardware.fp32_flops == pytest.approx(peak.fp32 * 1e12)
 

@@ -17,6 +17,8 @@ from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
+from dzero.zero.config import PrecisionConfig
+from dzero.zero.float8_layers import convert_linear_layers
 
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48)
 LOSS = partial(decoder_loss, sequences=2, length=16)
@@ -62,6 +64,26 @@ def test_the_work_of_a_linear_and_a_relu_by_hand() -> None:
     zeros, relu, sum_, ones_like, under_threshold = 5 * 3, 2 * 5 * 4, 5 * 4 + 1, 2, 3 * 5 * 4
     assert forward.bytes == 4 * (zeros + relu + sum_)
     assert backward.bytes == 4 * (ones_like + under_threshold), "expand is a view: what is read is its 5 x 4"
+
+
+@pytest.mark.parametrize(("fuses", "bytes_of_cast"), [(False, 33), (True, 5)])
+def test_a_layer_in_8_bits_makes_six_casts_for_its_three_products(fuses: bool, bytes_of_cast: int) -> None:
+    """x [64, 32], W [48, 32]: every operand is cast for each product it is in. Scales of one number are left out."""
+    tokens, inputs, outputs = 64, 32, 48
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(torch.bfloat16)
+    convert_linear_layers(model, PrecisionConfig(compute="fp8_tensorwise"), emulate=False)
+
+    def loss(made: nn.Module) -> torch.Tensor:
+        return made(torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)).sum()
+
+    costs = costs_of(model, loss, fuses_casts=fuses)
+    work = costs.work(FORWARD) + costs.work(BACKWARD)
+    assert work.flops == 0
+    assert work.fp8_flops == 3 * 2 * tokens * inputs * outputs
+    cast = bytes_of_cast * 2 * (tokens * inputs + inputs * outputs + tokens * outputs)
+    summed = 2 * tokens * outputs
+    assert 0 <= work.bytes - cast - summed < 0.2 * 5 * cast / bytes_of_cast, "scales, and operands that are transposed"
 
 
 def test_attention_of_grouped_heads_has_the_products_of_all() -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard, weights
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
+from dzero.hardware import multiplies_fp8
 from dzero.optim import adamw_math, flat_update
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
@@ -59,9 +60,10 @@ def train(
     offload: OffloadConfig | None = None,
     keep: str = "none",
     samples: int = 2,
+    net: str = "uneven",
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Masters on the CPU and norms after STEPS steps of the uneven net; delays before an offload's actions."""
-    model = small_decoders.build("uneven")
+    """Masters on the CPU and norms after STEPS steps of a small net; delays before an offload's actions."""
+    model = small_decoders.build(net)
     apply_blocks(model, BlockConfig(activation_checkpoint=keep, compile=False), device_type)
     sharded = shard(
         model,
@@ -74,7 +76,7 @@ def train(
     optim, norms = AdamW(sharded, lr=3e-3, max_norm=0.5), []
     chance = random.Random(0)
     optim.offload.executor.before = lambda _: time.sleep(chance.choice([0.0, 0.001, 0.01]))
-    for of_step in small_decoders.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches, samples=samples):
+    for of_step in small_decoders.batches(net, steps=STEPS, ranks=1, microbatches=microbatches, samples=samples):
         for index, batch in enumerate(of_step[0]):
             with sharded.microbatch(is_last=index == microbatches - 1):
                 loss = small_decoders.loss_fn(sharded.model, batch.to(device_type)) / microbatches
@@ -97,6 +99,20 @@ def test_stages_and_reductions_agree_to_the_bit_on_one_gpu(param: str, microbatc
         other, other_norms = train("cuda", stage, precision=precision, microbatches=microbatches, reduction=reduction)
         assert other_norms == norms
         assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("compute", ["fp8_tensorwise", "fp8_rowwise"])
+def test_products_in_8_bits_agree_at_every_stage_and_follow_their_emulation(compute: str) -> None:
+    if not multiplies_fp8("cuda"):
+        pytest.skip("this GPU has no units for 8-bit floats")
+    precision = PrecisionConfig(compute=compute)
+    first, norms = train("cuda", 0, precision=precision, net="even", samples=4)
+    for stage in (1, 2, 3):
+        other, other_norms = train("cuda", stage, precision=precision, net="even", samples=4)
+        assert other_norms == norms
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    _, emulated = train("cpu", 0, precision=precision, net="even", samples=4)
+    assert norms == pytest.approx(emulated, rel=5e-2)
 
 
 @pytest.mark.parametrize("param", ["fp32", "bf16", "fp16"])

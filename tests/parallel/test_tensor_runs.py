@@ -24,7 +24,17 @@ def test_a_model_with_dropout_goes_on_over_other_axes(pool: Pool, tmp_path: Path
         assert len(told[0].losses) == 1
 
 
-@pytest.mark.parametrize("line", ["zero.stage=3 block.activation_checkpoint=full", "zero.stage=1 train.accumulate=2"])
+@pytest.mark.product(keep=3)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zero.stage=3 block.activation_checkpoint=full",
+        "zero.stage=1 train.accumulate=2",
+        "zero.stage=1 precision.compute=fp8_rowwise model.hidden_size=64 model.ffn_size=64",
+        "zero.stage=3 precision.compute=fp8_tensorwise block.activation_checkpoint=full model.hidden_size=64 "
+        "model.ffn_size=64",
+    ],
+)
 def test_a_run_moves_what_theory_says_also_between_ranks_that_share_matrices(
     pool: Pool, tmp_path: Path, line: str
 ) -> None:

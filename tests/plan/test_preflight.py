@@ -114,7 +114,7 @@ def test_it_can_be_switched_off(host: object) -> None:
 def test_a_model_that_cannot_be_foreseen_is_told_and_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, has_fp8: bool) -> None:
         raise TypeError("its own code wants values")
 
     monkeypatch.setattr(preflight, "costs_for", fails)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import reference
 import small_decoders
 import torch
 from pool import Pool
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, shard
@@ -41,6 +42,7 @@ class Cell:
     master: str
     net: str
     ranks: int
+    compute: str = "param"
 
 
 FACTORS = {
@@ -81,7 +83,7 @@ def train(rank: int, ranks: int, cell: Cell, offload: OffloadConfig | None = Non
     sharded = shard(
         small_decoders.build(cell.net),
         ZeroConfig(stage=cell.stage),
-        precision=PrecisionConfig(param=cell.precision, master=cell.master),
+        precision=PrecisionConfig(param=cell.precision, master=cell.master, compute=cell.compute),
         offload=offload,
         microbatches=cell.microbatches,
     )
@@ -142,17 +144,17 @@ def train_beside_oracles(
 def oracle(cell: Cell, delay_after: int | None = None) -> reference.History:
     """The same run by tests/support/reference.py."""
     early = cell.stage >= 2 and cell.microbatches > 1
-    return _oracle(cell.precision, cell.microbatches, cell.net, cell.ranks, early, delay_after)
+    return _oracle(cell.precision, cell.microbatches, cell.net, cell.ranks, early, delay_after, cell.compute)
 
 
 @functools.cache
 def _oracle(
-    precision: str, microbatches: int, net: str, ranks: int, early: bool, delay_after: int | None
+    precision: str, microbatches: int, net: str, ranks: int, early: bool, delay_after: int | None, compute: str
 ) -> reference.History:
     """Cells that differ in nothing that the oracle knows of share its run."""
     working = DTYPES[precision]
     return reference.train(
-        lambda: small_decoders.build(net),
+        lambda: in_plain_torchao(small_decoders.build(net), compute),
         small_decoders.batches(net, steps=STEPS, ranks=ranks, microbatches=microbatches),
         small_decoders.loss_fn,
         lrs=[LR] * STEPS,
@@ -166,6 +168,20 @@ def _oracle(
         loss_scale=reference.LossScale(**SCALE) if precision == "fp16" else None,
         sum_squares=lambda chunk: cpu_kernels.sum_squares([chunk.contiguous()]).item(),
         delay_after=delay_after,
+    )
+
+
+def in_plain_torchao(model: nn.Module, compute: str) -> nn.Module:
+    """The model with the linear layers of its blocks replaced by torchao's, where `compute` asks for it."""
+    if compute == "param":
+        return model
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(compute.removeprefix("fp8_"))
+    return convert_to_float8_training(
+        model,
+        config=replace(config, emulate=True),
+        module_filter_fn=lambda layer, name: name.startswith("layers."),
     )
 
 

@@ -70,6 +70,7 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
             ],
         ),
         ("zero.stage=3 mesh.tp=2", 2, [(f"{BASELINE} over cut matrices", False), (ITSELF, True)]),
+        ("zero.stage=3 offload=host precision.compute=fp8_rowwise", 2, [(ITSELF, True)]),
         ("zero.stage=0 mesh.pp=2 train.accumulate=2", 2, [(ITSELF, False)]),
         ("zero.stage=1 mesh.ep=2 model=tiny_moe", 2, [(f"{BASELINE} over cut matrices", False), (ITSELF, True)]),
         (

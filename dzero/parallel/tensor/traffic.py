@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,3 +93,56 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
         sent = sum(times * (2 * (ranks - 1) * elems * torch.float32.itemsize // ranks) for times, elems in sums)
         totals[Entry(PHASE, "all_reduce", TENSOR, dtype_key(torch.float32))] = Traffic(calls, sent)
     return totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Sizes:
+    """Sizes of a matrix that multiplies in 8 bits.
+
+    Attributes:
+        dim: Dim of the weight [outputs, inputs] that ranks of tp share: 0 column-wise, 1 row-wise.
+        inputs, outputs: Features of the whole layer.
+    """
+
+    dim: int
+    inputs: int
+    outputs: int
+
+
+def expected_scales(
+    layers: Sequence[Float8Sizes],
+    *,
+    tensorwise: bool,
+    tokens: int,
+    ranks: int,
+    microbatches: int,
+    recomputed: bool,
+) -> dict[Entry, Traffic]:
+    """Return the calls and bytes sent per rank in a step for the scales of operands that ranks of tp share.
+
+    The largest magnitude of what a scale covers is reduced over the ranks in fp64, where they have parts of it. An
+    operand is cast anew for every product that it is in. In a microbatch, by layer and with the elements of each
+    all_reduce:
+
+                       forward, also recomputed     backward
+        tensorwise
+            columns    weight: 1                    output gradient: 1, twice; weight: 1
+            rows       input: 1, weight: 1          weight: 1, input: 1
+        rowwise
+            columns                                 output gradient: tokens; weight: inputs
+            rows       input: tokens; weight: outputs
+    """
+    forward: list[int] = []
+    backward: list[int] = []
+    for layer in layers:
+        if tensorwise:
+            forward += [1] * (1 + layer.dim)
+            backward += [1] * (3 - layer.dim)
+        elif layer.dim == 0:
+            backward += [tokens, layer.inputs]
+        else:
+            forward += [tokens, layer.outputs]
+    reduced = forward * (1 + recomputed) + backward
+    sent = sum(2 * (ranks - 1) * elems * torch.float64.itemsize // ranks for elems in reduced)
+    entry = Entry(PHASE, "all_reduce", TENSOR, dtype_key(torch.float64))
+    return {entry: Traffic(microbatches * len(reduced), microbatches * sent)} if reduced else {}
