@@ -6,7 +6,8 @@
         loss_of(sharded.model, batch).backward()
         optim.step()
 
-Shard:         `shard`, `Sharded`, `ZeroConfig`, `PrecisionConfig`, `OffloadConfig`, `DiskConfig`, `ModelInit`
+Shard:         `shard`, `Sharded`, `ZeroConfig`, `PrecisionConfig`, `OffloadConfig`, `DiskConfig`, `ModelInit`,
+               `empty_init`
 Cut a model:   `make_mesh`, `take_mesh`, `parallelize`, `ParallelConfig`, `ParallelModel`, `Pipeline`, `PipelinePlan`,
                `HiddenStates`, `BiasUpdate`, `tile`, `tile_loss`
 Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from dzero.parallel.tiling.tile import tile
     from dzero.utils.scratch_paths import DiskError
     from dzero.zero.config import PrecisionConfig, ZeroConfig
+    from dzero.zero.empty_init import empty_init
     from dzero.zero.offload_config import DiskConfig, OffloadConfig
     from dzero.zero.shard import ModelInit, shard
     from dzero.zero.sharded import Sharded
@@ -77,6 +79,7 @@ _MODULES = {
     "TorchOptimizer": "dzero.optim.torch_optimizer",
     "ZeroConfig": "dzero.zero.config",
     "describe": "dzero.models.published",
+    "empty_init": "dzero.zero.empty_init",
     "make_mesh": "dzero.mesh",
     "parallelize": "dzero.parallel.parallelize",
     "save_pretrained": "dzero.checkpoint.save_pretrained",
@@ -112,6 +115,7 @@ __all__ = [
     "TorchOptimizer",
     "ZeroConfig",
     "describe",
+    "empty_init",
     "make_mesh",
     "parallelize",
     "save_pretrained",

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 VERSIONS = "torch>=2.11,<2.14"
 """Versions of torch in which all tests pass, as pyproject.toml pins them."""
@@ -156,6 +157,10 @@ FLASH = Seam(
     "attention over sequences that ranks share, on CUDA",
     "it runs tile by tile with masks, which takes longer",
 )
+STORAGES = Seam(
+    ("torch:UntypedStorage._new_with_weak_ptr", "torch.multiprocessing.reductions:StorageWeakRef"),
+    "empty_init, which makes values again that somebody still has",
+)
 SEAMS = (TENSORS, DTENSORS, MODULES, NUMBERS, FOREACH, MODES, FLASH)
 """What training needs of torch besides FSDP2."""
 TIMEOUTS = Seam(
@@ -238,6 +243,12 @@ def add_each(into: list[torch.Tensor], more: list[torch.Tensor]) -> None:
 def registered(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict in which a module itself registers parameters; tensors of any kind can be put there."""
     return module._parameters
+
+
+def storage_of(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage that a weak reference refers to; None if it is no more."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return found
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:

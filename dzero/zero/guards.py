@@ -8,11 +8,14 @@ The checks are:
     load_state_dict of what another rank saved          error
     save_pretrained of the model itself                 error
     a module of the root called outside its forward     error, unless a forward left its parameters gathered
+    a parameter used outside of its unit's forward      torch's error, with its place and what to do
     a unit that writes into a dict or list argument     error if FSDP2 gave it a copy that it does not return
 """
 
 from __future__ import annotations
 
+import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -28,6 +31,9 @@ from dzero.utils.torch_internals import is_compiled, registered
 from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
+
+MIXED = "mixed torch.Tensor and DTensor"
+"""Part of torch's error where a parameter is a shard and other operands are not."""
 
 
 def refuse_cut(model: nn.Module) -> None:
@@ -147,6 +153,22 @@ def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter], module: nn.Mo
         raise RuntimeError(
             f"{name} is called outside of the model's forward, where its parameters are shards: call it in the model's "
             "forward, or make it a unit of its own (zero.units)"
+        )
+
+
+def explain_shards(root: nn.Module) -> None:
+    """Let torch's error about a shard among plain tensors say where a parameter was used outside of its unit."""
+    root.register_forward_hook(_explain, always_call=True)
+
+
+def _explain(*_: object) -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, RuntimeError) and MIXED in str(error):
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        error.args = (
+            f"{place.filename}:{place.lineno} uses a parameter outside of the forward of its unit, where it is a "
+            "shard: register it in the module that uses it too (self.weight = other.weight), which makes one unit of "
+            f"both, or choose larger units (zero.units). torch: {error}",
         )
 
 

@@ -27,7 +27,8 @@ class ParamInit:
     Args:
         layout: Layout of the model.
         device: Device of the values.
-        materialise: Function that initializes a module. None: rank 0's values are broadcast.
+        materialise: Function that initializes a module. None: its parameters have values.
+        from_rank_0: Whether rank 0's values are broadcast; else, those of `materialise` are the same on all ranks.
         ends: The group of the pipeline, and the names of parameters that both its first and its last rank have.
     """
 
@@ -36,14 +37,16 @@ class ParamInit:
         layout: Layout,
         device: torch.device,
         materialise: Materialise | None,
+        from_rank_0: bool,
         ends: tuple[dist.ProcessGroup, Collection[str]] | None = None,
     ) -> None:
         self._layout, self._device, self._materialise, self._ends = layout, device, materialise, ends
+        self._from_rank_0 = from_rank_0
         self._blank = device.type == "meta"
 
     def equalise_buffers(self, model: nn.Module, groups: Groups) -> None:
-        """Broadcast rank 0's buffers, unless `materialise` makes them; as bytes, which every backend supports."""
-        if self._materialise is not None:
+        """Broadcast rank 0's buffers, if its values count; as bytes, which every backend supports."""
+        if not self._from_rank_0:
             return
         for buffer in model.buffers():
             if not buffer.is_meta and buffer.numel():
@@ -51,17 +54,20 @@ class ParamInit:
                 _broadcast(buffer.data.view(-1).view(torch.uint8), groups)
 
     def fill(self, modules: list[nn.Module], slots: list[ParamSlot], groups: Groups) -> None:
-        """Initialize parameters by `materialise` or from rank 0; raise ValueError for one that stays on meta."""
+        """Initialize parameters by `materialise`, from rank 0, or both; raise ValueError for one that stays on meta."""
         for module in modules:
             if self._materialise is not None:
                 self._materialise(module)
         for slot in slots:
             param = slot.param
             if param.is_meta and not self._blank:
-                raise ValueError(f"parameter {slot.name} is on meta: pass materialise= to give it values")
+                raise ValueError(
+                    f"parameter {slot.name} is on meta: pass init=, which is what dzero.empty_init() gave, or a "
+                    "function that fills a module"
+                )
             if not isinstance(param, DTensor):
                 param.data = param.data.to(self._device).contiguous()
-            if self._materialise is None and not self._blank:
+            if self._from_rank_0 and not self._blank:
                 _broadcast(local_of(param), groups)
                 if self._ends is not None and slot.name in self._ends[1]:
                     _broadcast_to_last(local_of(param), self._ends[0])

@@ -17,6 +17,7 @@ from dzero.utils import torch_internals
 from dzero.utils.torch_internals import check
 from dzero.zero import fsdp_internals
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, sums_exactly
+from dzero.zero.empty_init import EmptyInit
 from dzero.zero.float8_layers import convert_linear_layers
 from dzero.zero.guards import refuse_cut
 from dzero.zero.init_params import Materialise
@@ -35,12 +36,15 @@ class ModelInit:
     Attributes:
         materialise: Called on each unit's modules just before that unit is sharded, to give parameters on meta their
             values, so that at most one unit is ever whole. None: rank 0's values are broadcast.
+            The same on all ranks, unless `from_rank_0`.
         device: Where shards are made; None: the mesh's device. On meta, without `materialise`, they get neither values
             nor memory, which `sharded.model.to_empty` gives them later.
+        from_rank_0: Whether rank 0's values are broadcast after `materialise` too.
     """
 
     materialise: Materialise | None = None
     device: torch.device | None = None
+    from_rank_0: bool = False
 
 
 def shard(
@@ -51,7 +55,7 @@ def shard(
     offload: str | OffloadConfig | None = "none",
     mesh: DeviceMesh | None = None,
     microbatches: int = 1,
-    init: Materialise | ModelInit | None = None,
+    init: Materialise | ModelInit | EmptyInit | None = None,
 ) -> Sharded:
     """Shard a model's states in place over the data-parallel ranks, unit by unit. All ranks call this.
 
@@ -66,7 +70,7 @@ def shard(
         mesh: From `make_mesh`, or from `take_mesh` for a mesh of your own; None: all ranks on the shard axis, at
             stage 0 on the replicate axis. Not given where `parallelize` has one.
         microbatches: Number of microbatches per optimizer step, which decides where gradients accumulate.
-        init: How a model on meta gets its values: `materialise` alone, or a `ModelInit`.
+        init: How a model on meta gets its values: `materialise` alone, a `ModelInit`, or what `empty_init` gave.
 
     Returns:
         The handle that optimizers and training loops use.
@@ -86,9 +90,14 @@ def shard(
         raise TypeError(f"model={type(whole).__name__}: pass an nn.Module, or what dzero.parallelize made of one")
     precision = _named("precision", precision or "bf16", PRECISIONS, PrecisionConfig)
     offload = _named("offload", offload or "none", OFFLOADS, OffloadConfig)
+    if isinstance(init, EmptyInit):
+        init = ModelInit(materialise=init.fill, from_rank_0=True)
     init = init if isinstance(init, ModelInit) else ModelInit(materialise=init)
     if init.materialise is not None and not callable(init.materialise):
-        raise TypeError(f"init={init.materialise!r}: pass a function that fills a module, or a dzero.ModelInit")
+        raise TypeError(
+            f"init={init.materialise!r}: pass a function that fills a module, what dzero.empty_init() gave, or a "
+            "dzero.ModelInit"
+        )
     if cut is not None and mesh not in (None, cut.mesh):
         raise ValueError("mesh: the model was parallelized over a mesh already, which shard() takes; leave it out")
     mesh = mesh if cut is None else cut.mesh
@@ -132,7 +141,8 @@ def shard(
     if cut is not None and materialise is not None:
         materialise = cut.filling(materialise)
     values_on = init.device or _current_device(mesh.device_type)
-    sharder = Sharder(whole, layout, data, groups, units, materialise, values_on, stages, experts, scalars)
+    from_rank_0 = materialise is None or init.from_rank_0
+    sharder = Sharder(whole, layout, data, groups, units, materialise, from_rank_0, values_on, stages, experts, scalars)
     sharded = sharder.run()
     sharded.float8 = float8
     if cut is not None and cut.config.cp > 1:

@@ -42,6 +42,7 @@ from dzero.zero.fsdp_internals import (
 )
 from dzero.zero.guards import (
     check_loads,
+    explain_shards,
     keep_class_name,
     let_accelerate_return,
     refuse_lost_writes,
@@ -97,6 +98,7 @@ class Sharder:
         groups_of_model: dict[str, dist.ProcessGroup],
         units: Units,
         materialise: Materialise | None,
+        from_rank_0: bool,
         device: torch.device,
         stages: ModelStages | None,
         experts: ExpertParallel | None,
@@ -115,7 +117,7 @@ class Sharder:
         on = torch.device(mesh.device_type)
         self.ledger.collective_log.device = on if exist(on) else None
         self.loans = Loans(on)
-        self.values = ParamInit(layout, device, materialise, ends)
+        self.values = ParamInit(layout, device, materialise, from_rank_0, ends)
         self.units = units
         self.slots = slots_by_unit(model, units, stages.aliases if stages else None)
         codec = layout.frozen.codec
@@ -138,6 +140,7 @@ class Sharder:
             refuse_own_save(root)
             self._let_generate(root)
             let_accelerate_return(root)
+            explain_shards(root)
         for unit in units:
             if any(as_module(module) is root for module in unit.modules for root in self.roots):
                 refuse_outside_forward(unit, [other for other in units if other is not unit])

@@ -148,7 +148,7 @@ def test_misuse_raises_errors_that_teach(pool: Pool) -> None:
     for key, parts in {
         "step without gradients": ("run backward first", "microbatch(is_last=True)"),
         "empty": ("ReLU has no floating-point parameters",),
-        "meta": ("weight is on meta", "materialise="),
+        "meta": ("weight is on meta", "dzero.empty_init"),
         "mesh": ("('replicate', 'shard')", "dzero.make_mesh"),
         "degrees": ("replicate=3", "[(1, 2), (2, 1)]"),
         "units": ("zero.units=['Block']",),
