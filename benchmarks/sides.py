@@ -41,13 +41,13 @@ def dzero_side(
     """The library, as a user's plain loop would call it."""
     zero = ZeroConfig(stage=stage, reduction=reduction)
     sharded = shard(model, zero, precision=PrecisionConfig(master=master, reduce=reduce))
-    return _plain_step(sharded.model, AdamW(sharded, **ADAM))
+    return plain_step(sharded.model, AdamW(sharded, **ADAM))
 
 
 def ddp_side(model: nn.Module, *, autocast: bool) -> Step:
     """Hand-written DDP: autocast over fp32 parameters, or everything in bf16."""
     wrapped = DistributedDataParallel(model if autocast else model.bfloat16(), gradient_as_bucket_view=True)
-    return _plain_step(wrapped, torch.optim.AdamW(model.parameters(), fused=True, **ADAM), autocast=autocast)
+    return plain_step(wrapped, torch.optim.AdamW(model.parameters(), fused=True, **ADAM), autocast=autocast)
 
 
 def fsdp2_side(model: nn.Module, *, reshard: bool, reduce_dtype: torch.dtype) -> Step:
@@ -56,11 +56,11 @@ def fsdp2_side(model: nn.Module, *, reshard: bool, reduce_dtype: torch.dtype) ->
     for block in model.get_submodule("layers").children():
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
-    return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAM))
+    return plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAM))
 
 
-def deepspeed_side(model: nn.Module, *, stage: int, samples: int) -> Step:
-    """DeepSpeed's engine with its own fused optimizer."""
+def deepspeed_side(model: nn.Module, *, stage: int, samples: int, zero: dict[str, Any] | None = None) -> Step:
+    """DeepSpeed's engine with its own fused optimizer; `zero`: more of its section zero_optimization."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # type: ignore[import-untyped]
 
@@ -68,7 +68,7 @@ def deepspeed_side(model: nn.Module, *, stage: int, samples: int) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": samples,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(zero or {})},
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": ADAM},
         "steps_per_print": 1 << 40,
@@ -84,7 +84,9 @@ def deepspeed_side(model: nn.Module, *, stage: int, samples: int) -> Step:
     return step
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool = False) -> Step:
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool = False) -> Step:
+    """Forward, backward and update."""
+
     def step(batch: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = loss_of(model, batch)
