@@ -16,7 +16,8 @@ from dzero.optim.base import MasterOptimizer
 from dzero.optim.config import BETAS, EPS, OURS, OptimConfig
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.muon import Muon, matrices_of, split_by_rule
-from dzero.optim.torch_optimizer import TorchOptimizer, mixes
+from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS
+from dzero.optim.torch_optimizer import TorchOptimizer, needs_of
 from dzero.zero.layout import Layout
 from dzero.zero.sharded import Sharded
 
@@ -74,9 +75,11 @@ def check_layout(config: OptimConfig, layout: Layout, cuts: Mapping[str, int] | 
         layout: Layout of the model.
         cuts: Number of parts into which each further setting, by its key, cuts matrices.
     """
-    elementwise = config.rule != "muon" if config.rule in OURS else not mixes(getattr(torch.optim, config.rule))
-    facts = {"optim.rule": config.rule, "optim.elementwise": elementwise, "optim.takes_whole": not elementwise}
-    check_compatible(layout.settings.having({**facts, **(cuts or {})}))
+    if config.rule in OURS:
+        needs = PARAMETERS if config.rule == "muon" else ELEMENTS
+    else:
+        needs = needs_of(getattr(torch.optim, config.rule))
+    check_compatible(layout.settings.having({"optim.rule": config.rule, "optim.needs": needs, **(cuts or {})}))
 
 
 def moments_of(config: OptimConfig) -> int:

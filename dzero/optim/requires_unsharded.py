@@ -1,6 +1,11 @@
-"""Check for update rules that mix the elements of a parameter, which only ZeRO itself may cut.
+"""What an update of one element depends on, and a check of rules that need whole parameters.
 
-On a tile, or on a part along another mesh axis, such a rule would silently compute wrong updates.
+    needs         an update depends on                        on shards of ZeRO
+    elements      the element alone: AdamW, SGD               every rank updates its shard
+    parameters    other elements of its parameter: Muon       the owner updates it whole (optim/unsharded_updates.py)
+    unknown       perhaps on other parameters: LBFGS          refused, since it would be silently wrong
+
+On a tile, or on a part along another mesh axis, only a rule of elements is right.
 """
 
 from __future__ import annotations
@@ -11,12 +16,14 @@ from dzero.compatibility import check_compatible
 from dzero.parallel.tiling.state_dicts import tiled
 from dzero.zero.sharded import Sharded
 
+ELEMENTS, PARAMETERS, UNKNOWN = "elements", "parameters", "unknown"
 
-def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:
+
+def check_whole(names: Iterable[str], sharded: Sharded, rule: str, needs: str = PARAMETERS) -> None:
     """Raise ValueError if tiles or a mesh axis cut a parameter of `names`, which `optim.rule=rule` requires whole."""
     tiles = {part: len(parts) for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
     splits = {shape.name: shape.split for unit in sharded.shapes for shape in unit.params}
-    mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.takes_whole": True})
+    mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.needs": needs})
     for name in names:
         split = splits[name]
         cuts = {"mesh.tp": 1, "mesh.ep": 1, "block.tiles": tiles.get(name, 1)}  # of this parameter alone

@@ -53,7 +53,7 @@ CAUGHT = {
     "offload/activation_pool.py _whole: move(piece, buffer).result": "activations on disk",
     "optim/adamw.py _in_turn: wait": "states over all, host",
     "optim/master_handover.py take_over: offload.executor.drain": "another optimizer",
-    "optim/matrix_gather.py MatrixUpdates._swap: work.wait": "muon",
+    "optim/unsharded_updates.py _wait_for: work.wait": "muon",
     "optim/offloaded_grads.py OffloadedGrads.put_sums: addition.result": "host, one rank, M=2",
     "optim/pipeline_grads.py PipelineGrads._add_both: work.wait": "pipeline",
     "optim/column_upload.py ColumnUpload._follow_stream: streams.record_stream": "columns of a step",
