@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dzero.offload.executor import copy_all
+from dzero.offload.lane import copy_all
 from dzero.optim.adamw_math import Coefficients
 from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
 from dzero.optim.flat_update import AdamWUpdater, ParamUpdate

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from dzero.offload.build_schedule import update_order
-from dzero.offload.executor import Move
+from dzero.offload.lane import Move
 from dzero.offload.manager import OffloadManager
 from dzero.offload.param_writeback import PendingWriteback
 from dzero.zero.sharded import Sharded

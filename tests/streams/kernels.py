@@ -20,6 +20,7 @@ from dzero import streams
 from dzero.comm import host_sum, reduction
 from dzero.offload.disk_transfer import PieceTransfer
 from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.lane import Lane
 from dzero.offload.memory_pool import HostMemoryPool, Lease
 from dzero.optim import cpu_kernels
 from dzero.optim.adamw import AdamW
@@ -246,7 +247,7 @@ def _noted(
 
 
 def _threads(simulation: Simulation) -> list[Any]:
-    submit, result = ThreadPoolExecutor.submit, Future.result
+    submit, start, result = ThreadPoolExecutor.submit, Lane.start, Future.result
     set_result, set_exception = Future.set_result, Future.set_exception
 
     def submitted(self: ThreadPoolExecutor, do: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -258,6 +259,15 @@ def _threads(simulation: Simulation) -> list[Any]:
                 return do(*args, **kwargs)
 
         return submit(self, task)
+
+    def queued(self: Lane, run: Callable[[], Any], *others: Any) -> Future[Any]:
+        known = simulation.clock_of_thread()  # the job that takes an action may have been submitted for another
+
+        def taken() -> Any:
+            simulation.thread.join(known)
+            return run()
+
+        return start(self, taken, *others)
 
     def told(setter: Callable[..., None]) -> Callable[..., None]:
         @wraps(setter)
@@ -290,6 +300,7 @@ def _threads(simulation: Simulation) -> list[Any]:
     return [
         *(mock.patch.object(kind, name, through(getattr(kind, name), how)) for kind, name, how in entries),
         mock.patch.object(ThreadPoolExecutor, "submit", submitted),
+        mock.patch.object(Lane, "start", queued),
         mock.patch.object(Future, "set_result", told(set_result)),
         mock.patch.object(Future, "set_exception", told(set_exception)),
         mock.patch.object(Future, "result", taken),
