@@ -22,6 +22,7 @@ from dzero.compatibility import check_compatible
 from dzero.hardware import dtype_of
 from dzero.optim.adamw import AdamW, How
 from dzero.optim.config import MuonConfig
+from dzero.optim.flat_update import BeforePiece
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.matrix_gather import MatrixUpdates
 from dzero.optim.newton_schulz import MatrixCoefficients
@@ -125,9 +126,11 @@ class Muon(AdamW):
         options = {key: group[key] for key in (*OPTIONS, "weight_decay")}
         return lambda stored, step: MatrixCoefficients.of(*stored.param.shape, grad_scale=scale, **options)
 
-    def _run(self, how: How, pending: Sequence[PendingUpdate[ParamState]]) -> None:
+    def _run(
+        self, how: How, pending: Sequence[PendingUpdate[ParamState]], before_piece: BeforePiece | None = None
+    ) -> None:
         matrices = {each.stored.name: each for each in pending if each.stored.name in self._matrices}
-        super()._run(how, [each for each in pending if each.stored.name not in matrices])
+        super()._run(how, [each for each in pending if each.stored.name not in matrices], before_piece)
         self._updates.run(matrices, how)
 
     def describe(self) -> list[str]:

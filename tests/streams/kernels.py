@@ -178,15 +178,16 @@ def _kernels(simulation: Simulation) -> list[Any]:
         simulation.run("average", [mine, *others], [output])
         average(output, mine, incoming, rank)
 
-    def updated(self: Any, updates: Any) -> None:
+    def updated(self: Any, updates: Any, before_piece: Any) -> None:
         states = [
             tensor
             for each in updates
             for tensor in (each.states.work, each.states.master, each.states.remainder, each.states.m, each.states.v)
             if tensor is not None
         ]
-        simulation.run("adamw", [each.grad for each in updates], states)
-        update(self, updates)
+        saved = [tensor for each in updates for tensor in each.states.undo if before_piece and tensor is not None]
+        simulation.run("adamw", [each.grad for each in updates], [*states, *saved])
+        update(self, updates, before_piece)
 
     def transferred(self: Any, work: Any) -> None:
         """A block from or to the disk, by a thread of its own; the piece is over when all its blocks are."""
