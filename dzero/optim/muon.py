@@ -24,7 +24,7 @@ from dzero.hardware import dtype_of
 from dzero.optim import newton_schulz
 from dzero.optim.adamw import AdamW, How
 from dzero.optim.config import MuonConfig
-from dzero.optim.flat_update import ParamStates
+from dzero.optim.flat_update import BeforePiece, ParamStates
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.newton_schulz import MatrixCoefficients
 from dzero.optim.offloaded_step import PendingUpdate, device_of
@@ -135,9 +135,11 @@ class Muon(AdamW):
         self._unsharded.record_lanes(self._matrices & grads.keys())
         super()._update(grads, factor)
 
-    def _run(self, how: How, pending: Sequence[PendingUpdate[ParamState]]) -> None:
+    def _run(
+        self, how: How, pending: Sequence[PendingUpdate[ParamState]], before_piece: BeforePiece | None = None
+    ) -> None:
         matrices = {each.stored.name: each for each in pending if each.stored.name in self._matrices}
-        super()._run(how, [each for each in pending if each.stored.name not in matrices])
+        super()._run(how, [each for each in pending if each.stored.name not in matrices], before_piece)
         if matrices:
             self._unsharded.run(_MatrixUpdate(matrices, how), matrices)
 

@@ -19,7 +19,7 @@ import torch
 
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import update_order
-from dzero.offload.executor import Move
+from dzero.offload.lane import Move
 from dzero.offload.manager import OffloadManager
 from dzero.offload.param_writeback import PendingWriteback
 from dzero.zero.sharded import Sharded
