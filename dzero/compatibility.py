@@ -587,40 +587,10 @@ OPTIMIZER = (
         f"optim.rule=muon {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
     ),
     Rule(
-        "optim.rule mesh.pp>1 optim.needs=parameters zero.stage!=0",
-        "who owns which parameter is not settled between pipeline stages",
-        f"mesh.pp=1, or {ADAMW}",
-        "optim.rule=muon mesh.pp=2 train.accumulate=2",
-    ),
-    Rule(
-        "optim.rule=muon mesh.pp>1 zero.stage=0",
-        "who owns which matrix is not settled between pipeline stages",
-        f"mesh.pp=1, or {ADAMW}",
-        "optim.rule=muon zero.stage=0 mesh.pp=2",
-    ),
-    *(
-        Rule(
-            f"optim.rule=muon offload.{kind}{values}",
-            why,
-            f"{take}, or {ADAMW}",
-            f"optim.rule=muon {example}",
-        )
-        for kind, values, why, take, example in (
-            (
-                "master",
-                "=disk",
-                "matrices are put together between ranks, which was never tried with states on disk",
-                "offload.master=host",
-                "offload=disk",
-            ),
-            (
-                "overlap",
-                "=backward",
-                "only adamw can take updates back",
-                "offload.overlap=forward",
-                "offload=host offload.overlap=backward",
-            ),
-        )
+        "optim.rule=muon offload.overlap=backward",
+        "only adamw can take updates back",
+        f"offload.overlap=forward, or {ADAMW}",
+        "optim.rule=muon offload=host offload.overlap=backward",
     ),
     *(
         Rule(

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from dzero.comm.ledger import Entry, Traffic
-from dzero.compatibility import check_compatible
 from dzero.hardware import dtype_of
 from dzero.optim import newton_schulz
 from dzero.optim.adamw import AdamW, How
@@ -29,7 +28,7 @@ from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.newton_schulz import MatrixCoefficients
 from dzero.optim.offloaded_step import PendingUpdate, device_of
 from dzero.optim.param_state import MOMENTS, ParamState
-from dzero.optim.requires_unsharded import PARAMETERS, check_whole
+from dzero.optim.requires_unsharded import PARAMETERS, check_rule, check_whole
 from dzero.optim.unsharded_updates import UnshardedUpdates
 from dzero.zero.layout import Layout
 from dzero.zero.sharded import Sharded
@@ -73,7 +72,7 @@ class Muon(AdamW):
         scaler: ScalerConfig | None = None,
         threads: int | None = None,
     ) -> None:
-        check_compatible(sharded.layout.settings.having({"optim.rule": "muon", "optim.needs": PARAMETERS}))
+        check_rule("muon", PARAMETERS, sharded.layout.settings)
         muon = muon or MuonConfig()
         own = {key: getattr(muon, key) for key in OPTIONS} | {"lr": lr if muon.lr is None else muon.lr}
         groups = split_by_rule([{"params": _trained(sharded)}], matrices_of(sharded, muon.exclude))
@@ -209,15 +208,17 @@ class _MatrixUpdate:
 def matrices_of(sharded: Sharded, exclude: Collection[str]) -> set[nn.Parameter]:
     """Return the trained 2-D parameters with several rows and columns that Muon updates.
 
-    Parameters of embeddings are left out, and those below a module whose name is in `exclude`.
+    Parameters of embeddings are left out, also where the other end of a pipeline has the embedding, and those below a
+    module whose name is in `exclude`.
     """
     modules = sharded.model.modules()
     embeddings = {param for module in modules if isinstance(module, nn.Embedding) for param in module.parameters()}
+    tied = () if sharded.stages is None else sharded.stages.shared
     return {
         param
         for name, param in sharded.named_params().items()
         if param.requires_grad and param.ndim == 2 and min(param.shape) > 1
-        if param not in embeddings and not set(exclude).intersection(name.split(".")[:-1])
+        if param not in embeddings and name not in tied and not set(exclude).intersection(name.split(".")[:-1])
     }
 
 

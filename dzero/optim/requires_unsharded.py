@@ -10,13 +10,21 @@ On a tile, or on a part along another mesh axis, only a rule of elements is righ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dzero.compatibility import check_compatible
 from dzero.parallel.tiling.state_dicts import tiled
+from dzero.utils.rules import Settings
 from dzero.zero.sharded import Sharded
 
 ELEMENTS, PARAMETERS, UNKNOWN = "elements", "parameters", "unknown"
+UNCUT: Mapping[str, int] = {"mesh.tp": 1, "mesh.ep": 1, "block.tiles": 1}
+"""Settings of a model of which nothing but ZeRO cuts a parameter."""
+
+
+def check_rule(rule: str, needs: str, settings: Settings) -> None:
+    """Raise ValueError if a rule goes with no parameter of a layout; `check_whole` checks those that are cut."""
+    check_compatible(settings.having({**UNCUT, "optim.rule": rule, "optim.needs": needs}))
 
 
 def check_whole(names: Iterable[str], sharded: Sharded, rule: str, needs: str = PARAMETERS) -> None:
@@ -26,7 +34,7 @@ def check_whole(names: Iterable[str], sharded: Sharded, rule: str, needs: str = 
     mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.needs": needs})
     for name in names:
         split = splits[name]
-        cuts = {"mesh.tp": 1, "mesh.ep": 1, "block.tiles": tiles.get(name, 1)}  # of this parameter alone
+        cuts = {**UNCUT, "block.tiles": tiles.get(name, 1)}  # of this parameter alone
         if split is not None and split.dim is not None:
             cuts[f"mesh.{split.axis}"] = split.count
         try:

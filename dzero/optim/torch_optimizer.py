@@ -23,17 +23,16 @@ from torch import nn
 
 from dzero.comm.collectives import gather_json
 from dzero.comm.ledger import Entry, Traffic
-from dzero.compatibility import check_compatible
 from dzero.mesh import SHARD
 from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.master_param import MasterParam
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, device_of, work_of
-from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS, UNKNOWN, check_whole
+from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS, UNKNOWN, check_rule, check_whole
+from dzero.optim.state_numbers import numbers_from, numbers_of
 from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
 from dzero.optim.unsharded_class import INPUTS, PAYLOAD, ClassUpdate, cost_of, stand_in, update_whole
 from dzero.optim.unsharded_updates import UnshardedUpdates
-from dzero.utils.rules import Settings
 from dzero.zero.dtensors import local_of, placed_like, refuse_other_ranks_shard
 from dzero.zero.rounding import to_working
 from dzero.zero.sharded import Sharded
@@ -80,8 +79,8 @@ class TorchOptimizer(MasterOptimizer):
         elementwise: bool | None = None,
         **options: Any,
     ) -> None:
-        check_rule(rule, sharded.layout.settings, elementwise)
         self._rule, self._needs = rule.__name__, needs_of(rule, elementwise)
+        check_rule(self._rule, self._needs, sharded.layout.settings)
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of all parameters at once
@@ -310,7 +309,7 @@ class TorchOptimizer(MasterOptimizer):
                 continue
             shaped = tensors if self._unsharded else {key: value.view(master.shape) for key, value in tensors.items()}
             moments = {key: value.to(master.device, copy=True) for key, value in shaped.items()}
-            numbers = {key: torch.tensor(value) for key, value in each.scalars.items()}
+            numbers = numbers_from(each.scalars)
             self.inner.state.pop(target, None)  # a save before the first update has no states
             if moments or numbers:
                 self.inner.state[target] = {**numbers, **moments}
@@ -319,14 +318,7 @@ class TorchOptimizer(MasterOptimizer):
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalar state in JSON types, including scalar states of the wrapped class."""
-        states = {
-            held.name: {
-                key: float(value)
-                for key, value in self._states_of(held).items()
-                if isinstance(value, torch.Tensor) and value.ndim == 0
-            }
-            for held in self._held.values()
-        }
+        states = {held.name: numbers_of(self.rule_name, self._states_of(held)) for held in self._held.values()}
         if self._unsharded is not None and self._sharded.layout.shard > 1:
             every = gather_json(states, self._sharded.mesh.get_group(SHARD))
             states = {name: {key: value for each in every for key, value in each[name].items()} for name in states}
@@ -358,7 +350,7 @@ class TorchOptimizer(MasterOptimizer):
         """
         master = held.master
         yield "master", master.detach().view(-1), None
-        for key, value in self._states_of(held).items():
+        for key, value in sorted(self._states_of(held).items()):  # not in the order in which they were made or loaded
             if isinstance(value, torch.Tensor) and value.ndim and self._unsharded is not None:
                 yield key, value.reshape(-1), tuple(value.shape)
             elif isinstance(value, torch.Tensor) and value.ndim and value.shape == master.shape:
@@ -396,8 +388,3 @@ def needs_of(rule: type[torch.optim.Optimizer], elementwise: bool | None = None)
 
 def _is_torchs(rule: type[torch.optim.Optimizer]) -> bool:
     return rule.__module__.startswith("torch.optim")
-
-
-def check_rule(rule: type[torch.optim.Optimizer], settings: Settings, elementwise: bool | None = None) -> None:
-    """Raise ValueError if a class would be wrong on the shards of a layout, or does not support its storage."""
-    check_compatible(settings.having({"optim.rule": rule.__name__, "optim.needs": needs_of(rule, elementwise)}))
