@@ -66,16 +66,20 @@ class Lane:
             _run(chosen)
 
     def _take(self, before: int | None = None) -> _QueuedAction | None:
-        """Take the first queued action that waits for nothing, or if there is none, the one that was started first.
+        """Take the action that was started first, or by `order` the first that waits for nothing, if it has an order.
 
-        All that the latter waits for was started before it, so that lanes that wait for each other do not deadlock.
-        With `before`, take only an action of a smaller order that waits for nothing.
+        Without orders, a lane therefore runs actions in the same sequence on all ranks, as those with collectives must.
+        If all wait, the one that was started first is taken: all that it waits for was started before it, so lanes that
+        wait for each other do not deadlock. With `before`, take only one of a smaller order that waits for nothing.
         """
         with self._lock:
-            queue = self._queue if before is None else [each for each in self._queue if each.order < before]
-            chosen = next((each for each in queue if all(future.done() for future in each.earlier)), None)
-            if chosen is None and before is None:
-                chosen = min(queue, key=attrgetter("number"), default=None)
+            first = min(self._queue, key=attrgetter("number"), default=None)
+            if before is None and (first is None or first.order == 0):
+                chosen = first
+            else:
+                queue = self._queue if before is None else [each for each in self._queue if each.order < before]
+                ready = (each for each in queue if all(future.done() for future in each.earlier))
+                chosen = next(ready, first if before is None else None)
             if chosen is not None:
                 self._queue.remove(chosen)
             return chosen

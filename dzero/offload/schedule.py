@@ -10,10 +10,9 @@ A schedule can be planned, printed and sized without a device. `offload/executor
     SPILL     disk out    host -> disk      states of a unit; activations have a lane of their own
 
 Two rules define the order:
-    lane    A lane is a queue. When an action has ended, the next one that waits for no slot is taken: by `order`, then
-            as they were started. If all wait, the one that was started first is taken. Disk lanes take a few actions at
-            a time. Actions that forward and backward need next have disk lanes of their own, so that they do not queue
-            behind updates.
+    lane    A lane is a queue, which takes the action that was started first. If that has an `order`, it takes the first
+            by order that waits for no slot, if there is one. Disk lanes take a few actions at a time. Actions that
+            forward and backward need next have disk lanes of their own, so that they do not queue behind updates.
     slot    An action waits for all earlier actions on its slots, in host memory or on disk.
 An action never waits for one that was started later. Hence actions cannot deadlock, a slot has one user at a time, and
 no action waits for one that a step leaves out (for a unit without gradients).
