@@ -27,7 +27,7 @@ def numbers_of(rule: str, states: Mapping[str, Any]) -> dict[str, float]:
             numbers[f"{PYTHON}{key}"] = value
         elif not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"{rule} keeps the state {key!r} as {type(value).__name__}, and a checkpoint holds tensors and numbers: "
+                f"{rule} keeps the state {key!r} as {type(value).__name__}, and checkpoints hold tensors and numbers: "
                 "let the class keep each tensor under a key of its own"
             )
         elif value.ndim == 0:
