@@ -27,8 +27,8 @@ def numbers_of(rule: str, states: Mapping[str, Any]) -> dict[str, float]:
             numbers[f"{PYTHON}{key}"] = value
         elif not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"{rule} keeps the state {key!r} as {type(value).__name__}, and a checkpoint holds tensors and "
-                "numbers: let the class keep each tensor under a key of its own"
+                f"{rule} keeps the state {key!r} as {type(value).__name__}, and checkpoints hold tensors and numbers: "
+                "let the class keep each tensor under a key of its own"
             )
         elif value.ndim == 0:
             numbers[key] = float(value)
