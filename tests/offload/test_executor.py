@@ -77,6 +77,20 @@ def test_actions_that_wait_for_nothing_go_first_and_in_their_order(executor: Sch
     assert seen == ["d", "b begins", "c", "b ends"]
 
 
+def test_without_an_order_actions_run_as_they_were_started(executor: ScheduleExecutor) -> None:
+    """Although b waits for a load and c for nothing: both may exchange with other ranks, whose loads end otherwise."""
+    loaded, seen = Event(), list[str]()
+    keys = {slot: ActionKey(ActionKind.COMPUTE, "in turn", slot) for slot in "bc"}
+    executor.add((), tuple(OffloadAction(key, (slot,)) for slot, key in keys.items()), None)
+    start(executor, ActionKind.LOAD, "b", lambda: loaded.wait(LIMIT_S))
+    executor.compute(keys["b"], lambda: seen.append("b"))
+    later = executor.compute(keys["c"], lambda: seen.append("c"))
+    assert not later.done()
+    loaded.set()
+    executor.drain()
+    assert seen == ["b", "c"]
+
+
 def test_work_at_the_same_time_counts_once(executor: ScheduleExecutor) -> None:
     together, never, began = Barrier(len(SLOTS), timeout=LIMIT_S), Event(), time.perf_counter()
     for slot in SLOTS:
