@@ -8,13 +8,13 @@
     resident   everything on the device, updated there (by our kernel, unslowed)
     step       offloaded; the step waits for all updates                          C + U
     forward    offloaded; each unit waits for its own in the next forward         2/3 C + max(1/3 C, U)
-    backward   as forward; updates start as gradients come, last unit first       1/3 C + max(2/3 C, U)
+    backward   as forward; updates start as gradients come, newest first          max(C + U of the first block, U)
     delayed    as forward, one step later                                         max(C, U)
 
 The device is a sleep: of `block_s` per block in forward, 2 `block_s` in backward. FSDP2's copies and the norm, which a
 GPU would do, cost processor time here; a block's sleep is shorter by what its thread spent on them. They take as long
-as the update itself, so C cannot be small beside a host at full speed: with `--slower-host 4` every piece of the host's
-work really runs, then rests three times as long. `--slower-host 1` is right for ratios C : U from 2 on.
+as the update itself, so C cannot be small beside a host at full speed: with `--slower-host 4` every piece of an update
+really runs, then rests three times as long. `--slower-host 1` is right for ratios C : U from 2 on.
 
 One process, one gloo rank; kernels of one thread. Sides take turns in shuffled order. A turn: 2 steps that fill the
 pipeline, then `--steps` on the clock, which stops with updates under way as it started. C is the step of `compute`, U
@@ -28,9 +28,8 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -44,11 +43,12 @@ from dzero import AdamW, OffloadConfig, ZeroConfig, shard
 
 BOUND = 1.1
 FILL_STEPS, TRIALS = 2, 5
-AT_BEST: dict[str, Callable[[float, float], float]] = {
-    "step": lambda c, u: c + u,
-    "forward": lambda c, u: 2 / 3 * c + max(c / 3, u),
-    "backward": lambda c, u: c / 3 + max(2 / 3 * c, u),
-    "delayed": max,
+NOT_CLIPPED = 1e9
+AT_BEST: dict[str, Callable[[float, float, float], float]] = {
+    "step": lambda c, u, first: c + u,
+    "forward": lambda c, u, first: 2 / 3 * c + max(c / 3, u),
+    "backward": lambda c, u, first: max(c + first, u),
+    "delayed": lambda c, u, first: max(c, u),
 }
 SIDES = ("compute", "resident", *AT_BEST)
 JUDGED = ("forward", "backward", "delayed")
@@ -85,24 +85,26 @@ class Busy(torch.autograd.Function):
     """x, as if computed with `weight`; the weight's gradient is dense and costs one fill."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.shape, ctx.dtype = weight.shape, weight.dtype
-        DEVICE.work(DEVICE.block_s)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, blocks: int) -> torch.Tensor:
+        ctx.shape, ctx.dtype, ctx.blocks = weight.shape, weight.dtype, blocks
+        DEVICE.work(blocks * DEVICE.block_s)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        DEVICE.work(2 * DEVICE.block_s)
-        return grad, torch.full(ctx.shape, 1e-3, dtype=ctx.dtype)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        DEVICE.work(ctx.blocks * 2 * DEVICE.block_s)
+        return grad, torch.full(ctx.shape, 1e-3, dtype=ctx.dtype), None
 
 
 class Block(nn.Module):
-    def __init__(self, elems: int) -> None:
+    """A unit that is as large as `blocks` blocks of `elems` parameters."""
+
+    def __init__(self, elems: int, blocks: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(elems // 1024, 1024))
+        self.weight, self._blocks = nn.Parameter(torch.ones(blocks * elems // 1024, 1024)), blocks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Busy.apply(x, self.weight)
+        return Busy.apply(x, self.weight, self._blocks)
 
 
 class Side:
@@ -111,10 +113,11 @@ class Side:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         host: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host", "overlap": name}
         host |= {"delay_warmup_steps": 0} if name == "delayed" else {}
-        net = nn.Sequential(*(Block(options.elems) for _ in range(options.blocks)))
+        sizes = [1] * (options.blocks - 1) + [options.last]
+        net = nn.Sequential(*(Block(options.elems, size) for size in sizes))
         self._sharded = shard(net, ZeroConfig(stage=2), offload=OffloadConfig(**host) if name in AT_BEST else None)
-        self._optim = None if name == "compute" else AdamW(self._sharded, threads=1)
-        if self._optim is not None:
+        self._optim = None if name == "compute" else AdamW(self._sharded, threads=1, max_norm=NOT_CLIPPED)
+        if self._optim is not None and name in AT_BEST:
             slow_down(self._optim, options.slower_host)
 
     def turn(self, steps: int) -> dict[str, float]:
@@ -143,20 +146,22 @@ class Side:
 
 
 def slow_down(optim: AdamW, times: float) -> None:
-    """Whatever the host's lane works on takes `times` as long; the rest of that is sleep."""
-    start = optim.offload.executor.compute
+    """Every piece of an update takes `times` as long; the rest of that is sleep."""
+    workers = optim._updater._workers
+    each = workers.each
 
-    def slowed(work: Callable[[], Any]) -> None:
+    def slowed(do: Callable[[Any], None], pieces: Sequence[Any]) -> None:
         began = time.perf_counter()
-        work()
+        each(do, pieces)
         time.sleep((times - 1) * (time.perf_counter() - began))
 
-    optim.offload.executor.compute = lambda key, work: start(key, partial(slowed, work))  # type: ignore[method-assign]
+    workers.each = slowed  # type: ignore[method-assign]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--last", type=int, default=1, help="how many times larger the last block is, as a head is")
     parser.add_argument("--elems", type=int, default=1 << 20, help="parameters per block")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1, 2], help="compute : host update")
     parser.add_argument("--slower-host", type=float, default=4, help="how many times slower than it is")
@@ -164,6 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="on the clock, per turn")
     parser.add_argument("--name", default="overlap", help="of table and plot")
     options = parser.parse_args()
+    options.units = options.blocks - 1 + options.last
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -179,7 +185,7 @@ def measure(options: argparse.Namespace) -> dict[float, dict[str, Series]]:
     for ratio in [*options.ratios] * TRIALS:  # the update is not equally fast beside every device
         DEVICE.block_s = block_s[ratio]
         updates_s[ratio].append(sides["step"].turn(options.steps)["COMPUTE busy_s"])
-        block_s[ratio] = ratio * median(updates_s[ratio]) / (3 * options.blocks)
+        block_s[ratio] = ratio * median(updates_s[ratio]) / (3 * options.units)
     series: dict[float, dict[str, Series]] = {ratio: {name: {} for name in SIDES} for ratio in options.ratios}
     shuffle = random.Random(0)
     for _ in range(options.rounds):
@@ -200,7 +206,7 @@ def report(options: argparse.Namespace, series: dict[float, dict[str, Series]]) 
         bars = panels[f"step / max(C, U), C : U = {asked:g} ({c / u:.2f})"] = {}
         for name in SIDES[1:]:
             found = ratio_of_medians(sides[name]["step_s"], compute_s if c >= u else update_s)
-            best = AT_BEST[name](c, u) / max(c, u) if name in AT_BEST else None
+            best = AT_BEST[name](c, u, u / options.units) / max(c, u) if name in AT_BEST else None
             bars[name], met = found.value, found.value <= BOUND
             if name in JUDGED:
                 goal = {"side": name, "asked_ratio": asked, "compute_s": c, "update_s": u, "at_best": best}
@@ -213,6 +219,7 @@ def report(options: argparse.Namespace, series: dict[float, dict[str, Series]]) 
     append_row("overlap", {"device": "simulated (sleep)", "config": config, "sides": by_ratio, "goals": goals})
     speed = "at full speed" if options.slower_host == 1 else f"{options.slower_host:g} times slower than it is"
     net = f"{options.blocks} blocks of {options.elems / 1e6:.1f} M parameters"
+    net += f", the last {options.last} times as large" if options.last > 1 else ""
     title = f"simulated device: not a speed; {net}, the host {speed}"
     header = ["C : U, ms", "side", "step, ms", "waited", "rest", "host busy"]
     header += ["step / max(C, U)", "at best", f"met (≤ {BOUND})"]

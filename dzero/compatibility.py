@@ -20,8 +20,7 @@ FACTS = {
     "device": "the device {}",
     "grad.dtype": "gradients stored in {}",
     "offload.uses_disk": "nothing on disk",
-    "optim.elementwise": "",
-    "optim.takes_whole": "",
+    "optim.needs": "",
     "param.fused": "parameter {}, which is cut in several places",
     "params.frozen": "only trained parameters",
     "params.quantized": "no frozen matrix of a block with rows of whole blocks of 64 elements",
@@ -588,28 +587,14 @@ OPTIMIZER = (
         f"optim.rule=muon {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
     ),
     Rule(
-        "optim.rule=muon mesh.pp>1",
-        "who owns which matrix is not settled between pipeline stages",
-        f"mesh.pp=1, or {ADAMW}",
-        "optim.rule=muon mesh.pp=2",
+        "optim.rule=muon offload.overlap=backward",
+        "only adamw can take updates back",
+        f"offload.overlap=forward, or {ADAMW}",
+        "optim.rule=muon offload=host offload.overlap=backward",
     ),
     *(
         Rule(
-            f"optim.rule=muon offload.{kind}!=device",
-            "matrices are put together between ranks on the device",
-            f"offload.{kind}=device, or {ADAMW}",
-            f"optim.rule=muon zero.stage=3 {example}",
-        )
-        for kind, example in (
-            ("param", "offload=host_all"),
-            ("grad", "offload.grad=host"),
-            ("master", "offload.master=host"),
-            ("moments", "offload.moments=host"),
-        )
-    ),
-    *(
-        Rule(
-            f"{key}>1 optim.rule optim.takes_whole=true",
+            f"{key}>1 optim.rule optim.needs!=elements",
             "it mixes elements of a matrix, and those that are cut along other axes or into tiles are not put together",
             f"{key}=1, or {ADAMW}",
             f"{example} {key}=2",
@@ -621,11 +606,11 @@ OPTIMIZER = (
         )
     ),
     Rule(
-        "optim.rule!=adamw|muon optim.elementwise=false zero.stage!=0",
-        "it is not known to update every element by itself, so on shards its result would be silently wrong",
-        "zero.stage=0, a class of torch.optim that does (SGD, Adam, AdamW, ...), or in Python elementwise=True if it "
-        "does; optim.rule=muon puts matrices together",
-        "optim.rule=Adafactor zero.stage=2",
+        "optim.rule optim.needs=unknown zero.stage!=0",
+        "it is not known what its update of an element depends on, so on shards its result might be silently wrong",
+        "zero.stage=0, a class of torch.optim other than LBFGS and SparseAdam, or say it in Python: elementwise=True "
+        "if it updates every element by itself, elementwise=False if every parameter by itself",
+        "optim.rule=LBFGS zero.stage=2",
     ),
     *(
         Rule(f"{setting} optim.rule!=adamw|muon", why, f"{take}, or {ADAMW}", f"optim.rule=SGD {example}", also=also)

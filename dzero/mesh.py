@@ -193,6 +193,18 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
     return group
 
 
+def lane_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another group of the ranks of `group`, for collectives on the host beside those of the main thread.
+
+    Collective over `group`.
+    """
+    backend = "gloo" if "gloo" in dist.get_backend_config() else None
+    ranks, timeout = dist.get_process_group_ranks(group), timeout_of_ranks()
+    made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def expert_degrees(replicate: int, shard: int, ep: int, tp: int = 1) -> tuple[int, int]:
     """Return (replicate, shard) of the experts that `ep` neighboring ranks share.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,12 +36,15 @@ class UnitLoader:
         owned: Names, in the sharded model, of the parameters that have a master.
         scalars: Scalar states of each parameter, by name in the model as built.
         stale: Also load the older values that forward still used (overlap=delayed), if they were saved.
+        unsharded: Names, in the sharded model, of the parameters whose states other than the master are read whole, and
+            whether this rank needs them.
     """
 
     checkpoint: Checkpoint
     owned: Collection[str]
     scalars: Mapping[str, Mapping[str, float]]
     stale: bool
+    unsharded: Mapping[str, bool] = field(default_factory=dict)
 
     def units(self, shard_boxes: Sequence[Sequence[ShardBox]]) -> Iterator[Loaded]:
         """Yield the saved states of each unit; raise `CheckpointError` if they are missing or damaged.
@@ -77,10 +80,11 @@ class UnitLoader:
                 tensors = {
                     key: place.together([next(values) for _ in place.boxes]).view(-1) for key in self._keys(place)
                 }
+                tensors |= {key: next(values) for key in self._whole_keys(place)}
                 value, dtype = tensors.pop(MASTER if MASTER in tensors else PARAM), place.param.dtype
                 if place.own_name in self.owned:
                     tensors[MASTER] = value.float()
-                    blocks = self._add_quantized(place, tensors)
+                    blocks = {} if place.own_name in self.unsharded else self._add_quantized(place, tensors)
                     scalars = self.scalars.get(place.name, {})
                     portable_states[place.own_name] = PortableState(tensors, blocks, scalars)
                 else:
@@ -108,14 +112,25 @@ class UnitLoader:
         values = [key for key in (MASTER, PARAM) if f"{key}.{place.name}" in names] or [MASTER]
         if place.own_name not in self.owned:
             return values[:1]
-        moments = [key for key in self.checkpoint.moments(place.name) if f"{key}.{place.name}" in names]
-        return values[: 2 if self.stale else 1] + moments
+        values = values[: 2 if self.stale else 1]
+        return values if place.own_name in self.unsharded else values + self._moments(place)
+
+    def _whole_keys(self, place: ShardBox) -> list[str]:
+        """Return the states that are read whole."""
+        return self._moments(place) if self.unsharded.get(place.own_name) else []
+
+    def _moments(self, place: ShardBox) -> list[str]:
+        names = self.checkpoint.names
+        return [key for key in self.checkpoint.moments(place.name) if f"{key}.{place.name}" in names]
 
     def _stored(self, shard_boxes: Sequence[ShardBox]) -> list[tuple[str, Box]]:
         """Return the tensors to read, each with this rank's boxes of it."""
-        return [
-            (f"{key}.{place.name}", box) for place in shard_boxes for key in self._keys(place) for box in place.boxes
-        ]
+        found = []
+        for place in shard_boxes:
+            found += [(f"{key}.{place.name}", box) for key in self._keys(place) for box in place.boxes]
+            whole = [f"{key}.{place.name}" for key in self._whole_keys(place)]
+            found += [(name, Box.whole(self.checkpoint.part(name).shape)) for name in whole]
+        return found
 
 
 def read_blocks(checkpoint: Checkpoint, key: str, place: ShardBox, box: Box) -> tuple[torch.Tensor, KnownBlocks]:

@@ -6,6 +6,7 @@
     exp_avg_codes… and exp_avg_scale…   uint8, fp32    8-bit moments; scales are separate on every rank
     param.<parameter>                   working dtype  parameters without a master, unless the run that goes on has them
                                                        from elsewhere (frozen); overlap=delayed: those of forward
+    row_var.<parameter>, …              their own      states of a rule that needs whole parameters, of any shape
     buffer.<name>                       its own        persistent buffers, which are equal on every rank
 
 The master determines its other forms: the working copy is the rounded master (zero/rounding.py), and a remainder is the
@@ -60,10 +61,13 @@ class CheckpointStates:
         self._check_optimizers()
         parts: dict[str, StoredBox] = {}
         for unit in self._sharded.units:
-            saved = self._saved(unit)
+            saved, owned = self._saved(unit), self._saved_whole(unit)
             for state in self._optim.portable_states(unit):
-                if state.name in saved:
+                if state.shape is None and state.name in saved:
                     parts |= _parts(saved[state.name], state.key, state.dtype, state.elems)
+                elif state.shape is not None and state.name in owned:
+                    name = f"{state.key}.{owned[state.name].name}"
+                    parts[name] = StoredBox.unplaced(name, state.dtype, state.shape)
             for place in self._without_master(saved):
                 parts |= _parts(place, PARAM, place.param.dtype, place.elems)
         for name, buffer in self._buffers():
@@ -80,14 +84,17 @@ class CheckpointStates:
                 put(entry, of_box)
 
         def put_state(name: str, key: str, tensor: torch.Tensor) -> None:
-            if name in saved and not failed:
+            if not failed:
                 try:
-                    put_all(saved[name], key, tensor)
+                    if name in owned and key not in (MASTER, PARAM):
+                        put(f"{key}.{owned[name].name}", tensor)
+                    elif name in saved:
+                        put_all(saved[name], key, tensor)
                 except BaseException as error:
                     failed.append(error)
 
         for unit in self._sharded.units:
-            saved = self._saved(unit)
+            saved, owned = self._saved(unit), self._saved_whole(unit)
             self._optim.export_state(unit, put_state)
             if failed:
                 raise failed[0]
@@ -118,7 +125,7 @@ class CheckpointStates:
         """
         self._check_optimizers()
         self._optim.take_scalars(scalars)
-        taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed)
+        taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed, self._optim.unsharded_states)
         shard_boxes = [self._boxes(unit) for unit in self._sharded.units]
         for unit, (portable_states, without_master) in zip(self._sharded.units, taking.units(shard_boxes), strict=True):
             for place, values in without_master:
@@ -136,6 +143,11 @@ class CheckpointStates:
     def _saved(self, unit: Unit) -> dict[str, ShardBox]:
         """Return the shard boxes of a unit that this rank saves, by name in the sharded model."""
         return {place.own_name: place for place in self._boxes(unit) if place.saves and place.elems}
+
+    def _saved_whole(self, unit: Unit) -> dict[str, ShardBox]:
+        """Return the shard boxes of a unit's parameters of which this rank saves unsharded states."""
+        owned = self._optim.unsharded_states
+        return {place.own_name: place for place in self._boxes(unit) if place.saves and owned.get(place.own_name)}
 
     def _boxes(self, unit: Unit) -> list[ShardBox]:
         """Return the shard boxes of a unit's parameters that a checkpoint holds."""

@@ -76,10 +76,10 @@ class Ledger:
         self._calls: Counter[Entry] = Counter()
         self._bytes: Counter[Entry] = Counter()
 
-    def record(self, phase: str, kind: str, axis: str, dtype: torch.dtype, sent_bytes: int) -> None:
-        """Count one collective along `axis` that sends `sent_bytes` from this rank."""
+    def record(self, phase: str, kind: str, axis: str, dtype: torch.dtype, sent_bytes: int, *, calls: int = 1) -> None:
+        """Count one collective, or several `calls`, along `axis` that send `sent_bytes` from this rank."""
         entry = Entry.of(phase, kind, axis, dtype)
-        self._calls[entry] += 1
+        self._calls[entry] += calls
         self._bytes[entry] += sent_bytes
         if self.listener is not None:
             self.listener(entry, sent_bytes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import StepMemory, memory_of
+from dzero.estimate.memory import Moments, StepMemory, memory_of
 from dzero.estimate.microbatch_costs import MicrobatchCosts
 from dzero.estimate.step_time import StepTime, pace_of
 from dzero.estimate.timeline import Timeline, timeline_of
@@ -51,7 +51,7 @@ class Forecast:
         hardware: The node and its network.
         step_tokens: Tokens per step of all ranks.
         model_flops: FLOPs per token by the convention of MFU, or None if unknown.
-        moments: Tensors that the optimizer keeps per parameter.
+        moments: Tensors that the optimizer keeps per parameter, or states that owners keep whole.
         slowest: Pipeline stage that the others wait for; None if it is this one.
     """
 
@@ -61,7 +61,7 @@ class Forecast:
     hardware: HardwareConfig
     step_tokens: int
     model_flops: float | None
-    moments: int = 2
+    moments: Moments = 2
     slowest: Forecast | None = None
 
     @cached_property

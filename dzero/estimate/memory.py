@@ -30,11 +30,15 @@ from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.buffer_layout import BufferLayout, moment_fields
 from dzero.offload.build_schedule import schedule_of
 from dzero.offload.memory_pool import aligned
+from dzero.optim.owned_states import OwnedStates
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import FROZEN
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
+
+Moments = int | OwnedStates
+"""Tensors of its shape that the optimizer keeps for each parameter, or states that owners keep whole."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +76,33 @@ class StepMemory:
 
 
 def memory_of(
-    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, device_type: str, moments: int = 2
+    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, device_type: str, moments: Moments = 2
 ) -> StepMemory:
-    """Return the memory of a rank that trains these units, with `moments` tensors of the optimizer per parameter."""
+    """Return the memory of a rank that trains these units; `moments` are tensors per parameter, or those of owners."""
     off = off_device(layout, units, moments)
     return StepMemory(on_device(layout, units, costs, moments), *off, staging_bytes(layout, units, device_type))
 
 
 def on_device(
-    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, moments: int
+    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, moments: Moments
 ) -> tuple[MemoryMoment, ...]:
     """Return the moments of the last microbatch of a step."""
     return tuple(_Device(layout, units, moments).moments(costs))
 
 
-def off_device(layout: Layout, units: Sequence[UnitShape], moments: int) -> tuple[dict[str, int], dict[str, int]]:
+def off_device(layout: Layout, units: Sequence[UnitShape], moments: Moments) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes on the host and on disk by kind, which do not depend on the microbatch."""
     tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for slot in schedule_of(BufferLayout(layout, units)).slots:
         kinds = tiers[slot.tier]
         kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
         kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
+    if isinstance(moments, OwnedStates):
+        for kinds in tiers.values():
+            kinds.pop("moments", None)
+        if host := moments.most_bytes(layout, units, names_off_device(layout.tiers, units)["master"])[1]:
+            tiers["host"]["moments"] = host
+        return tiers["host"], tiers["disk"]
     for kinds in tiers.values():
         if "moments" in kinds:
             kinds["moments"] = kinds["moments"] * moments // 2  # the slots are those of AdamW's two
@@ -126,7 +136,7 @@ class _Device:
     Expert units have a table of their own. They come before the unit around them, since their forward ends first.
     """
 
-    def __init__(self, layout: Layout, units: Sequence[UnitShape], moments: int) -> None:
+    def __init__(self, layout: Layout, units: Sequence[UnitShape], moments: Moments) -> None:
         self._layout, self._units = layout, {unit.name: unit for unit in units}
         self._own = {unit.name: layout.of_unit(unit) for unit in units}
         inner = [unit.name for unit in units if unit.shared_by > 1]
@@ -157,7 +167,11 @@ class _Device:
         self._rest = {
             **rest,
             "master": masters * layout.master.dtype.itemsize if layout.param.dtype != torch.float32 else 0,
-            "moments": sum(n * dtype.itemsize for each in fields for _, dtype, n in each) * moments // 2,
+            "moments": (
+                moments.most_bytes(layout, units, away["master"])[0]
+                if isinstance(moments, OwnedStates)
+                else sum(n * dtype.itemsize for each in fields for _, dtype, n in each) * moments // 2
+            ),
         }
         self._kept = {name for name, own in self._own.items() if own.shard > 1 and not own.param.sharded}
         ranks = {name: own.shard for name, own in self._own.items()}

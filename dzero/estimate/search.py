@@ -30,7 +30,7 @@ from typing import Any
 from dzero.estimate.candidates import Candidate
 from dzero.estimate.forecast import Forecast, Tier, tiers_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import StepMemory, off_device, on_device, staging_bytes
+from dzero.estimate.memory import Moments, StepMemory, off_device, on_device, staging_bytes
 from dzero.estimate.microbatch_costs import STATES_ALONE, MicrobatchCosts, UnitSpan
 from dzero.estimate.operator_work import OperatorWork
 from dzero.zero.layout import Layout
@@ -94,7 +94,7 @@ class Subject:
         costs: Returns the costs of a microbatch, given recomputation and sequences.
         step_tokens: Tokens per step of all ranks.
         model_flops: FLOPs per token by the convention of MFU, or None if unknown.
-        moments: Tensors that the optimizer keeps per parameter.
+        moments: Tensors that the optimizer keeps per parameter, or states that owners keep whole.
     """
 
     units: Sequence[UnitShape]
@@ -102,7 +102,7 @@ class Subject:
     hardware: HardwareConfig
     step_tokens: int
     model_flops: float | None
-    moments: int = 2
+    moments: Moments = 2
 
     def forecast(self, layout: Layout, costs: MicrobatchCosts) -> Forecast:
         """Return the prediction for a ZeRO table and the costs of a microbatch."""

@@ -17,7 +17,8 @@ from torch import nn
 
 from dzero.optim.adamw import AdamW
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.torch_optimizer import ELEMENTWISE, TorchOptimizer, mixes
+from dzero.optim.requires_unsharded import UNKNOWN
+from dzero.optim.torch_optimizer import ELEMENTWISE, PARAMETERWISE, TorchOptimizer, needs_of
 from dzero.zero.sharded import Sharded
 
 KERNELS = ("fused", "foreach")
@@ -85,10 +86,11 @@ class OptimizerRecipe:
         params = dict(sharded.model.named_parameters())
         groups = [{**group, "params": [params[name] for name in group["params"]]} for group in self.groups]
         if self.rule is not torch.optim.AdamW:
-            if mixes(self.rule) and sharded.layout.stage:
+            if needs_of(self.rule) == UNKNOWN and sharded.layout.stage:
+                known = ", ".join((*ELEMENTWISE, *PARAMETERWISE))
                 raise ValueError(
                     f"{self.rule.__name__} may update an element from others, of which each rank has a part: take "
-                    f"adamw_torch or another class of torch.optim ({', '.join(ELEMENTWISE)}), or dzero={{'stage': 0}}"
+                    f"adamw_torch or another class of torch.optim ({known}), or dzero={{'stage': 0}}"
                 )
             return TorchOptimizer(sharded, self.rule, groups, **self.settings)
         settings = dict(self.settings)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -77,7 +78,7 @@ class BufferLayout:
 
     Attributes:
         at: Location by (parameter name, key). The key is a kind of state, "remainder", "work", "landing", or a key of
-            `moment_fields`.
+            `moment_fields`; "undo <key>" is where a speculative update saves the state.
         early: Names of units that may be updated before the step is decided.
     """
 
@@ -199,8 +200,19 @@ class BufferLayout:
                 early.add(unit.name)
                 left -= size
                 if on_host:
-                    self._used[unit.name, f"undo {unit.name}"] = on_host
+                    self._place_saved(unit.name, trained)
         return frozenset(early)
+
+    def _place_saved(self, unit: str, names: Sequence[str]) -> None:
+        """Lay out the undo slot of a unit: its overwritten slots one after the other, each as it is."""
+        start, undo = 0, f"undo {unit}"
+        fields = [key for key, _, _ in moment_fields(self.layout, 0)]
+        for slot in self.overwritten(unit):
+            for name, key in product(names, ("master", "remainder", "work", *fields)):
+                if (place := self.at.get((name, key))) is not None and place.slot == slot:
+                    self.at[name, f"undo {key}"] = replace(place, slot=undo, start_bytes=start + place.start_bytes)
+            start += aligned(self._used[unit, slot])
+        self._used[unit, undo] = start
 
     def _place(self, unit: str, index: int, param: ParamShape, shard: int) -> None:
         name, own_slot = param.name, self._slot

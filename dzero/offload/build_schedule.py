@@ -1,13 +1,15 @@
 """Construction of a step's schedule from the buffer layout.
 
 Parameters are fetched for forward, and again in reverse order for backward. Gradients are evicted in backward, last
-unit first. Updates run in the order in which the next forward needs the units. States on disk are loaded before their
+unit first. Updates run in the order in which the next forward needs the units; those that run in backward already,
+in this order among the units whose gradients have arrived. States on disk are loaded before their
 use and spilled after it. Units share host slots in turn, so that load, update and spill of different units overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from dzero.offload.buffer_layout import BufferLayout
@@ -54,7 +56,9 @@ def _backward(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadActio
         actions += _from_disk(buffer_layout, "grad", unit) + _visit(buffer_layout, "grad", unit)
     if unit.name in buffer_layout.early:
         actions += _from_disk(buffer_layout, "grad", unit) + _from_disk(buffer_layout, "states", unit)
-        actions += _on(buffer_layout, ActionKind.COMPUTE, "ahead", unit, ["grad", "master", "moments", "work", "undo"])
+        wanted = ["grad", "master", "moments", "work", "undo"]
+        ahead = _on(buffer_layout, ActionKind.COMPUTE, "ahead", unit, wanted)
+        actions += [replace(each, order=1 + update_order(buffer_layout.units).index(unit)) for each in ahead]
         actions += _to_disk(buffer_layout, "states", unit)
     return actions
 

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from dzero import streams
 from dzero.comm.spans import span
 from dzero.errors import RunError
 from dzero.offload.buffer_layout import BufferSlice
+from dzero.offload.lane import AT_ONCE, Lane, Move
 from dzero.offload.memory_pool import HostMemoryPool, Lease, LeasePhase
 from dzero.offload.schedule import ActionKey, ActionKind, BufferSlot, OffloadAction, OffloadSchedule
 
@@ -43,10 +44,6 @@ PHASES = {
     ActionKind.SPILL: LeasePhase.LEAVING,
 }
 LEAVING = 4
-AT_ONCE = {ActionKind.LOAD: 3, ActionKind.SPILL: 3}
-"""Number of concurrent actions of a lane: for disk lanes the number of turn slots in host memory, otherwise one."""
-Move = tuple[torch.Tensor, torch.Tensor]
-"""Pair (destination, source) of tensors with one size and dtype."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +114,13 @@ class ScheduleExecutor:
         self._chains: weakref.WeakKeyDictionary[Future[Any], Chain] = weakref.WeakKeyDictionary()
         self._tails: dict[str, Chain] = {}
         self._leaving: deque[Future[Any]] = deque()
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._open_lanes(schedule.actions)
         weakref.finalize(self, _end, self._lanes)
 
     def _open_lanes(self, actions: Sequence[OffloadAction]) -> None:
         for lane in {action.key.lane for action in actions} - self._lanes.keys():
-            self._lanes[lane] = _Lane(lane, self.device)
+            self._lanes[lane] = Lane(lane, self.device)
 
     def add(
         self, slots: Sequence[BufferSlot], actions: Sequence[OffloadAction], memory_pool: HostMemoryPool | None
@@ -178,15 +175,20 @@ class ScheduleExecutor:
         self._count(key.lane, LaneUse(moved_bytes=moved_bytes))
         return self._start(key, work)
 
+    def give_way(self, key: ActionKey) -> None:
+        """Let the actions that come before the running action `key` run first; called by its work, between two pieces.
+
+        These are queued actions of its lane with a smaller `order` that wait for nothing.
+        """
+        self._lanes[key.lane].give_way(self.schedule.by_key[key].order)
+
     def _start(self, key: ActionKey, work: Callable[[], Any]) -> Future[Any]:
         action = self.schedule.by_key[key]
         earlier = [self._users[slot] for slot in action.slots if slot in self._users]
-        before = [self._chains[future] for future in earlier] + [self._tails.get(key.lane, [])]
-        chain: Chain = []
-        future = self._lanes[key.lane].thread.submit(self._run, action, earlier, work, before, chain)
+        before, chain = [self._chains[future] for future in earlier], Chain()
+        run = partial(self._run, action, earlier, work, before, chain)
+        future = self._lanes[key.lane].start(run, earlier, action.order)
         self._chains[future] = chain
-        if key.kind not in AT_ONCE:
-            self._tails[key.lane] = chain
         self._last[key] = future
         self._users.update(dict.fromkeys(action.slots, future))
         return future
@@ -201,14 +203,15 @@ class ScheduleExecutor:
     ) -> Any:
         for future in earlier:
             future.result()  # raises the error of a failed action, so that nothing uses its missing data
-        began = time.perf_counter()
-        longest = max((each for each in before if each), key=lambda each: each[-1].ended, default=[])
-        chain += [*longest[1 - CHAIN_SPANS :], LaneSpan(action.key.lane, began, began)]
+        began, lane = time.perf_counter(), action.key.lane
+        before = [each for each in (*before, self._tails.get(lane)) if each]
+        longest = max(before, key=lambda each: each[-1].ended, default=[])
+        chain += [*longest[1 - CHAIN_SPANS :], LaneSpan(lane, began, began)]
         leases = [self.leases[slot] for slot in action.slots if slot in self.leases]
         phase = PHASES.get(action.key.kind, LeasePhase.COMPUTING)
         for lease in leases:
             lease.enter(phase)
-        self._enter(action.key.lane)
+        self._enter(lane)
         try:
             with span(str(action.key)):
                 if self.before is not None:
@@ -218,8 +221,10 @@ class ScheduleExecutor:
             kind = ScratchDiskError if isinstance(error, RunError) else OffloadError
             raise kind(f"{action.key} failed: {error}") from error
         finally:
-            self._leave(action.key.lane)
-            chain[-1] = LaneSpan(action.key.lane, began, time.perf_counter())
+            self._leave(lane)
+            chain[-1] = LaneSpan(lane, began, time.perf_counter())
+            if action.key.kind not in AT_ONCE:
+                self._tails[lane] = chain
             for lease in leases:
                 lease.enter(LeasePhase.HELD)
 
@@ -285,39 +290,7 @@ class ScheduleExecutor:
     def close(self) -> None:
         """End the threads after all started actions have ended."""
         for lane in self._lanes.values():
-            lane.thread.shutdown()
-
-
-class _Lane:
-    """One thread or several, and a stream where copies run on streams."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._device = device
-        self._stream = streams.new_stream(device) if name in (ActionKind.FETCH, ActionKind.EVICT) else None
-        at_once = AT_ONCE.get(ActionKind(name.split(" ")[0]), 1)
-        bind = partial(streams.set_device, device)
-        self.thread = ThreadPoolExecutor(at_once, thread_name_prefix=f"offload {name}", initializer=bind)
-
-    @property
-    def has_stream(self) -> bool:
-        return self._stream is not None
-
-    def ready(self) -> streams.Event:
-        """Return an event after the work that was enqueued on the caller's stream so far."""
-        return streams.record_event(self._device) if self.has_stream else None
-
-    def copy(self, moves: Sequence[Move], ready: streams.Event, enqueued: Future[streams.Event]) -> None:
-        """Copy once the caller's stream has reached `ready`, and put the event after the copies into `enqueued`."""
-        if not self.has_stream:
-            copy_all(moves)
-            return
-        with streams.use_stream(self._stream, self._device):
-            streams.wait_event(ready, self._device)
-            for destination, source in moves:
-                destination.copy_(source, non_blocking=True)
-            done = streams.record_event(self._device, sleeps=True)  # leaves the core to updates on the host
-        enqueued.set_result(done)
-        streams.synchronize(done, holding=[tensor for move in moves for tensor in move])
+            lane.threads.shutdown()
 
 
 def _pass_failure(enqueued: Future[streams.Event], action: Future[Any]) -> None:
@@ -340,13 +313,7 @@ def waited_for(chain: Chain, began: float, ended: float) -> dict[str, float]:
     return waited
 
 
-def copy_all(moves: Sequence[Move]) -> None:
-    """Copy each source to its destination, in the calling thread."""
-    for destination, source in moves:
-        destination.copy_(source)
-
-
-def _end(lanes: dict[str, _Lane]) -> None:
+def _end(lanes: dict[str, Lane]) -> None:
     """Shut down without waiting, because a thread of the executor may drop the last reference to it."""
     for lane in lanes.values():
-        lane.thread.shutdown(wait=False)
+        lane.threads.shutdown(wait=False)

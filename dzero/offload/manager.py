@@ -22,7 +22,8 @@ from dzero.offload.build_schedule import schedule_of, update_order
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import weighed
 from dzero.offload.disk_staging import DiskStaging, DiskStorage
-from dzero.offload.executor import LaneUse, Move, ScheduleExecutor
+from dzero.offload.executor import LaneUse, ScheduleExecutor
+from dzero.offload.lane import Move
 from dzero.offload.memory_pool import HostMemoryPool, require
 from dzero.offload.param_prefetch import ParamPrefetch
 from dzero.offload.param_writeback import ParamWriteback, PendingWriteback

@@ -19,7 +19,8 @@ import torch
 from dzero import streams
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.disk_staging import DiskStaging, DiskStorage
-from dzero.offload.executor import ScheduleExecutor, copy_all
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.lane import copy_all
 from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.zero.offload_config import FROZEN
 from dzero.zero.offloaded_param import HostStorage

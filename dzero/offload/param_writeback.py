@@ -19,7 +19,8 @@ import torch
 
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.disk_staging import DiskStaging
-from dzero.offload.executor import ScheduleExecutor, copy_all
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.lane import copy_all
 from dzero.offload.param_prefetch import ParamPrefetch
 from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.zero.sharded import Sharded

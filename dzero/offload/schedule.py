@@ -10,13 +10,12 @@ A schedule can be planned, printed and sized without a device. `offload/executor
     SPILL     disk out    host -> disk      states of a unit; activations have a lane of their own
 
 Two rules define the order:
-    lane    A lane is a queue of actions in the order in which they were started. An action is taken from the queue
-            when the previous one has ended. Disk lanes take a few actions at a time, and each runs as soon as its slots
-            are free. Actions that forward and backward need next have disk lanes of their own, so that they do not
-            queue behind updates.
+    lane    A lane is a queue, which takes the action that was started first. If that has an `order`, it takes the first
+            by order that waits for no slot, if there is one. Disk lanes take a few actions at a time. Actions that
+            forward and backward need next have disk lanes of their own, so that they do not queue behind updates.
     slot    An action waits for all earlier actions on its slots, in host memory or on disk.
-Both rules only refer to actions that were started earlier. Hence actions cannot deadlock, a slot has one user at a
-time, and no action waits for one that a step leaves out (for a unit without gradients).
+An action never waits for one that was started later. Hence actions cannot deadlock, a slot has one user at a time, and
+no action waits for one that a step leaves out (for a unit without gradients).
 """
 
 from __future__ import annotations
@@ -71,10 +70,11 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class OffloadAction:
-    """One move or computation, and the slots that it reads or writes."""
+    """One move or computation, the slots that it reads or writes, and its place among others that wait for no slot."""
 
     key: ActionKey
     slots: tuple[str, ...]
+    order: int = 0
 
     def __str__(self) -> str:
         return f"{self.key.kind:<8} {self.key.what:<10} {self.key.unit:<16} {', '.join(self.slots)}"

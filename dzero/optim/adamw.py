@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dzero.offload.executor import copy_all
+from dzero.offload.lane import copy_all
 from dzero.optim.adamw_math import Coefficients
 from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
-from dzero.optim.flat_update import AdamWUpdater, ParamUpdate
+from dzero.optim.flat_update import AdamWUpdater, BeforePiece, ParamUpdate
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.param_state import MOMENTS, InitialValues, ParamState
@@ -197,7 +197,8 @@ class AdamW(MasterOptimizer):
             return False
         pending, how = self._plan(grads, 1.0 / self.scaler.scale)
         if pending:
-            self._ahead.start(unit, how, partial(self._run, how, [*pending.values()]))
+            updates = [*pending.values()]
+            self._ahead.start(unit, how, partial(self._run, how, updates), partial(_restore, updates))
         return bool(pending)
 
     def rollback(self) -> None:
@@ -228,13 +229,18 @@ class AdamW(MasterOptimizer):
         settings = float(lr), tuple(betas), float(eps), float(decay), scale
         return lambda stored, step: _coefficients(step, *settings)
 
-    def _run(self, how: How, pending: Sequence[PendingUpdate[ParamState]]) -> None:
+    def _run(
+        self, how: How, pending: Sequence[PendingUpdate[ParamState]], before_piece: BeforePiece | None = None
+    ) -> None:
+        """Run updates on one device; `before_piece` is that of `AdamWUpdater.run`."""
         for some in _decoded_together(pending):
-            updates = []
+            updates, saves = [], before_piece is not None and before_piece()
             for each in some:
                 step, coefficients = how[each.stored.name]
+                if saves:
+                    each.stored.save_moments8()
                 updates.append(ParamUpdate(each.stored.states(each.moved), each.grad, coefficients, step))
-            self._updater.run(updates)
+            self._updater.run(updates, before_piece)
             for update, each in zip(updates, some, strict=True):
                 if each.stored.moments8:
                     each.stored.keep(update.states)
@@ -389,6 +395,11 @@ def _decoded_together(pending: Sequence[PendingUpdate[ParamState]]) -> Iterator[
         some.append(each)
         elems += decoded
     yield some
+
+
+def _restore(pending: Sequence[PendingUpdate[ParamState]]) -> None:
+    for each in pending:
+        each.stored.restore()
 
 
 def _each(do: Callable[[ParamState, Value], None], values: Iterable[tuple[ParamState, Value]]) -> None:

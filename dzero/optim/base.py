@@ -36,12 +36,13 @@ from dzero.zero.unit import Unit, as_module
 
 
 class StateSpec(NamedTuple):
-    """Dtype and number of elements [shard] of the portable state `key` of the parameter `name`."""
+    """Portable state `key` of the parameter `name`: dtype, elements [shard], and `shape` if it is unsharded."""
 
     name: str
     key: str
     dtype: torch.dtype
     elems: int
+    shape: tuple[int, ...] | None = None
 
 
 class PortableState(NamedTuple):
@@ -49,7 +50,7 @@ class PortableState(NamedTuple):
 
     Attributes:
         tensors: `master` in fp32, the moments in any dtype, and `param` if forward still uses older values than the
-            master's (offload.overlap=delayed).
+            master's (offload.overlap=delayed). Unsharded states have their own shape.
         blocks: For 8-bit moments, the blocks whose stored codes are known.
         scalars: States that are not tensors, e.g. `step`.
     """
@@ -321,6 +322,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         packed["state"] = {number: dict(states) for number, states in packed["state"].items()}
         return packed
 
+    @property
+    def unsharded_states(self) -> Mapping[str, bool]:
+        """Names of the parameters whose states, but for the master, are unsharded, and whether this rank has them."""
+        return {}
+
     def portable_states(self, unit: Unit) -> list[StateSpec]:
         """Return the specs of what `export_state` passes on for a unit, in the same order."""
         raise NotImplementedError
@@ -353,7 +359,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Drop what depends on the addresses of the states, which are about to change."""
 
     def scalars(self) -> dict[str, Any]:
-        """Return everything but tensors as JSON values, with parameters by name."""
+        """Return everything but tensors as JSON values, with parameters by name; collective with `unsharded_states`."""
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": self._names_of(group)}
             for group in self.param_groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from dzero.optim.base import MasterOptimizer
 from dzero.optim.config import BETAS, EPS, OURS, OptimConfig
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.muon import Muon, matrices_of, split_by_rule
-from dzero.optim.torch_optimizer import TorchOptimizer, mixes
+from dzero.optim.owned_states import OwnedStates
+from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS
+from dzero.optim.torch_optimizer import TorchOptimizer, needs_of
 from dzero.zero.layout import Layout
 from dzero.zero.sharded import Sharded
 
@@ -74,19 +77,27 @@ def check_layout(config: OptimConfig, layout: Layout, cuts: Mapping[str, int] | 
         layout: Layout of the model.
         cuts: Number of parts into which each further setting, by its key, cuts matrices.
     """
-    elementwise = config.rule != "muon" if config.rule in OURS else not mixes(getattr(torch.optim, config.rule))
-    facts = {"optim.rule": config.rule, "optim.elementwise": elementwise, "optim.takes_whole": not elementwise}
-    check_compatible(layout.settings.having({**facts, **(cuts or {})}))
+    needed = {"optim.rule": config.rule, "optim.needs": rule_needs(config)}
+    check_compatible(layout.settings.having({**needed, **(cuts or {})}))
 
 
-def moments_of(config: OptimConfig) -> int:
-    """Return the number of parameter-sized tensors that the update rule keeps for each parameter.
+def rule_needs(config: OptimConfig) -> str:
+    """Return what the update of an element depends on, as in `optim/requires_unsharded.py`."""
+    if config.rule in OURS:
+        return PARAMETERS if config.rule == "muon" else ELEMENTS
+    return needs_of(getattr(torch.optim, config.rule))
 
-    A rule of torch.optim is tried on a dummy parameter. Muon counts as AdamW, which is an upper bound for plans: Muon's
+
+def moments_of(config: OptimConfig) -> int | OwnedStates:
+    """Return the number of parameter-sized tensors that the update rule keeps for each parameter, or those of owners.
+
+    A rule of torch.optim is tried on small parameters. Muon counts as AdamW, which is an upper bound for plans: Muon's
     matrices keep one moment.
     """
     if config.rule in OURS:
         return 2
+    if rule_needs(config) == PARAMETERS:
+        return OwnedStates(partial(_tried, config))
     states = [each for each in _tried(config).values() if isinstance(each, torch.Tensor)]
     return sum(each.numel() == TRIED_ELEMS for each in states)
 
@@ -102,17 +113,17 @@ def check_options(config: OptimConfig) -> None:
     _tried(config)
 
 
-def _tried(config: OptimConfig) -> dict[str, Any]:
+def _tried(config: OptimConfig, shape: tuple[int, ...] = (TRIED_ELEMS,)) -> dict[str, Any]:
     """Return the states of a dummy parameter after one step of a torch.optim rule, or raise ValueError."""
     rule = getattr(torch.optim, config.rule)
     allowed = sorted(set(inspect.signature(rule).parameters) - {"params", "lr", "weight_decay"})
     what = f"optim.rule={config.rule}" + (f" with optim.options={config.options}" if config.options else "")
     # All exceptions are converted, because torch.optim does not document which ones wrong options raise.
     with converting(what, Exception, repair=f"{config.rule} takes {allowed}"):
-        params = [nn.Parameter(torch.zeros(TRIED_ELEMS)) for _ in range(2)]
+        params = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
         groups = [{"params": [each], "weight_decay": config.weight_decay} for each in params]
         optimizer = rule(groups, **{str(key): value for key, value in config.options.items()}, lr=config.lr)
         for each in params:
-            each.grad = torch.ones(TRIED_ELEMS)
+            each.grad = torch.ones(shape)
         optimizer.step(lambda: torch.zeros(()))
     return dict(optimizer.state[params[0]])

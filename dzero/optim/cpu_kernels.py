@@ -1,7 +1,8 @@
 """CPU kernels of the optimizer, each of which makes one pass over memory in plain IEEE arithmetic.
 
     kernel        reads                            writes                     used for
-    adamw         grad, param, master, m, v        param, master, m, v        the update (math: adamw_math.py)
+    adamw         grad, param, master, m, v        param, master, m, v,       the update (math: adamw_math.py)
+                                                   their old values           if it may be rolled back
     sum_squares   grad                             one fp64                   the norm and the finite check
     accumulate    acc, grad                        acc, one fp64              gradients of several microbatches
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from dzero.utils.numba_views import JIT, Array, from_bf16, has_memory, pointer
+from dzero.utils.numba_views import JIT, Array, from_bf16, has_memory, pointer, stream
 from dzero.utils.torch_internals import add_each
 
 CHUNK_ELEMS = 1 << 20
@@ -36,8 +37,22 @@ def _mix(x):  # type: ignore[no-untyped-def]
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
+SAVED_ELEMS = 128
+"""Elements whose old values are saved at a time, so that their update finds them in the first cache."""
+
+
+@numba.njit(inline="always")
+def _save(undo, states, start, elems, moment_bytes):  # type: ignore[no-untyped-def]
+    """Copy elements of a parameter's states to the addresses in `undo`, whose columns are those of `states`."""
+    for column, elem_bytes in ((0, 2), (1, 4), (2, 2), (3, moment_bytes), (4, moment_bytes)):
+        if undo[column]:
+            stream(undo[column] + start * elem_bytes, states[column] + start * elem_bytes, elems * elem_bytes)
+
+
 @cache
-def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool, follows: bool = False) -> Callable[..., None]:
+def adamw_kernel(
+    *, grad_bf16: bool, master: str, moments_bf16: bool, follows: bool = False, saves: bool = False
+) -> Callable[..., None]:
     """Compile the AdamW kernel for one combination of dtypes.
 
     The kernel takes the tables of `optim/update_table.py`, the range of chunks to update, their length, then the
@@ -50,52 +65,60 @@ def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool, follows: b
         moments_bf16: Whether the moments are bf16. They are fp32 otherwise.
         follows: Whether an element of the working copy that differs from its rounded fp32 master, and so was edited,
             replaces the master before the update.
+        saves: Whether states are copied to their addresses in the table `undo` before they are overwritten.
     """
     grad_type, grad_bytes = (np.uint16, 2) if grad_bf16 else (np.float32, 4)
     moment_type, moment_bytes = (np.uint16, 2) if moments_bf16 else (np.float32, 4)
 
-    def kernel(states, chunks, begin, end, chunk_elems, grads, seeds, rows, coefficients):  # type: ignore[no-untyped-def]
+    def kernel(states, undo, chunks, begin, end, chunk_elems, grads, seeds, rows, coefficients):  # type: ignore[no-untyped-def]
         for chunk in range(begin, end):
-            param, start = chunks[chunk, 0], np.int64(chunks[chunk, 1]) * chunk_elems
-            row = states[param]
-            size = min(chunk_elems, row[5] - start)
-            grad = carray(pointer(grads[param] + start * grad_bytes), size, grad_type)
-            work = carray(pointer(row[0] + start * 2), size, np.uint16)
-            state = carray(pointer(row[1] + start * 4), size, np.float32)
-            remainder = carray(pointer(row[2] + start * 2), size, np.int16)
-            m = carray(pointer(row[3] + start * moment_bytes), size, moment_type)
-            v = carray(pointer(row[4] + start * moment_bytes), size, moment_type)
-            first, seed = row[6] + start, np.uint32(seeds[param])
-            scale, b1, c1, b2, c2, root, eps, decay, rate = coefficients[rows[param]]
-            for i in range(size):
-                g = (from_bf16(grad[i]) if grad_bf16 else grad[i]) * scale
-                m_old = from_bf16(m[i]) if moments_bf16 else m[i]
-                v_old = from_bf16(v[i]) if moments_bf16 else v[i]
-                m_new = m_old * b1 + g * c1
-                v_new = v_old * b2 + (g * g) * c2
-                if master == "remainder":
-                    bits = np.uint32(np.uint32(work[i]) << np.uint32(16)) + np.uint32(np.int32(remainder[i]))
-                    old = np.uint32(bits).view(np.float32)
-                else:
-                    old = state[i]
-                    if follows:
-                        rounded = np.uint16((np.float32(old).view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16))
-                        old = old if rounded == work[i] else from_bf16(work[i])
-                new = old * decay - (m_new / (np.sqrt(v_new) * root + eps)) * rate
-                if moments_bf16:
-                    noise = _mix(np.uint32(np.uint32(first + i) ^ seed))
-                    m[i] = np.uint16((np.float32(m_new).view(np.uint32) + (noise & np.uint32(0xFFFF))) >> np.uint32(16))
-                    v[i] = np.uint16((np.float32(v_new).view(np.uint32) + (noise >> np.uint32(16))) >> np.uint32(16))
-                else:
-                    m[i] = m_new
-                    v[i] = v_new
-                if master != "remainder":
-                    state[i] = new
-                if master != "param":
-                    bits = np.float32(new).view(np.uint32)
-                    work[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
+            param, first = chunks[chunk, 0], np.int64(chunks[chunk, 1]) * chunk_elems
+            last = min(first + chunk_elems, states[param, 5])
+            for start in range(first, last, SAVED_ELEMS if saves else chunk_elems):
+                row, size = states[param], min(last - start, SAVED_ELEMS) if saves else last - start
+                if saves:
+                    _save(undo[param], row, start, size, moment_bytes)
+                grad = carray(pointer(grads[param] + start * grad_bytes), size, grad_type)
+                work = carray(pointer(row[0] + start * 2), size, np.uint16)
+                state = carray(pointer(row[1] + start * 4), size, np.float32)
+                remainder = carray(pointer(row[2] + start * 2), size, np.int16)
+                m = carray(pointer(row[3] + start * moment_bytes), size, moment_type)
+                v = carray(pointer(row[4] + start * moment_bytes), size, moment_type)
+                index, seed = row[6] + start, np.uint32(seeds[param])
+                scale, b1, c1, b2, c2, root, eps, decay, rate = coefficients[rows[param]]
+                for i in range(size):
+                    g = (from_bf16(grad[i]) if grad_bf16 else grad[i]) * scale
+                    m_old = from_bf16(m[i]) if moments_bf16 else m[i]
+                    v_old = from_bf16(v[i]) if moments_bf16 else v[i]
+                    m_new = m_old * b1 + g * c1
+                    v_new = v_old * b2 + (g * g) * c2
                     if master == "remainder":
-                        remainder[i] = np.int16(bits & np.uint32(0xFFFF))
+                        bits = np.uint32(np.uint32(work[i]) << np.uint32(16)) + np.uint32(np.int32(remainder[i]))
+                        old = np.uint32(bits).view(np.float32)
+                    else:
+                        old = state[i]
+                        if follows:
+                            rounded = np.uint16((np.float32(old).view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16))
+                            old = old if rounded == work[i] else from_bf16(work[i])
+                    new = old * decay - (m_new / (np.sqrt(v_new) * root + eps)) * rate
+                    if moments_bf16:
+                        noise = _mix(np.uint32(np.uint32(index + i) ^ seed))
+                        m[i] = np.uint16(
+                            (np.float32(m_new).view(np.uint32) + (noise & np.uint32(0xFFFF))) >> np.uint32(16)
+                        )
+                        v[i] = np.uint16(
+                            (np.float32(v_new).view(np.uint32) + (noise >> np.uint32(16))) >> np.uint32(16)
+                        )
+                    else:
+                        m[i] = m_new
+                        v[i] = v_new
+                    if master != "remainder":
+                        state[i] = new
+                    if master != "param":
+                        bits = np.float32(new).view(np.uint32)
+                        work[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
+                        if master == "remainder":
+                            remainder[i] = np.int16(bits & np.uint32(0xFFFF))
 
     return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
 

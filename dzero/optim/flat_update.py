@@ -17,16 +17,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from dzero.optim import adamw_math, cpu_kernels
 from dzero.optim.cuda_kernels import CudaUpdateTable
-from dzero.optim.update_table import LocalStates, NoiseSeeds, Variant, chunks_by_variant, states_table
+from dzero.optim.update_table import (
+    LocalStates,
+    NoiseSeeds,
+    Variant,
+    chunks_by_variant,
+    states_table,
+    undo_table,
+)
 from dzero.utils.numba_views import Array, has_memory
 from dzero.zero.rounding import join, split, to_working
 
@@ -45,6 +53,8 @@ class ParamStates:
         v: Second moment, of the dtype of `m`. Empty if the update rule keeps one moment.
         follows: Whether forward reads `work`, so that elements edited there since the last update replace the master's.
         passing: Whether these states are temporary and exist for one update only.
+        undo: Where an update that may be rolled back saves work, master, remainder, m and v; None for those that it
+            need not save.
     """
 
     name: str
@@ -56,6 +66,7 @@ class ParamStates:
     v: torch.Tensor
     follows: bool = False
     passing: bool = False
+    undo: tuple[torch.Tensor | None, ...] = (None,) * 5
 
     def slice(self, start: int, length: int) -> ParamStates:
         """Return the states of elements [start, start + length) as views."""
@@ -64,9 +75,14 @@ class ParamStates:
             return None if state is None else state[start : start + length]
 
         m, v, work = (state[start : start + length] for state in (self.m, self.v, self.work))
-        return ParamStates(
-            self.name, self.first + start, work, cut(self.master), cut(self.remainder), m, v, self.follows, True
-        )
+        master, remainder, undo = cut(self.master), cut(self.remainder), tuple(map(cut, self.undo))
+        return ParamStates(self.name, self.first + start, work, master, remainder, m, v, self.follows, True, undo)
+
+    def save(self) -> None:
+        """Copy the states to `undo`."""
+        for saved, state in zip(self.undo, (self.work, self.master, self.remainder, self.m, self.v), strict=True):
+            if saved is not None and state is not None:
+                saved.copy_(state)
 
 
 class ParamUpdate(NamedTuple):
@@ -87,13 +103,10 @@ class ParamUpdate(NamedTuple):
             yield ParamUpdate(self.states.slice(start, piece.numel()), piece, self.coefficients, self.step)
 
 
-class UpdateTable(Protocol):
-    """Table of parameters whose states keep their addresses and are updated by a few kernel calls."""
+BeforePiece = Callable[[], bool]
+"""Called before each piece of an update; returns whether the piece saves what it overwrites."""
 
-    def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
-        """Update all parameters; the arguments are those of `CudaUpdateTable.update`."""
-
-
+Piece = TypeVar("Piece")
 KEPT_TABLES = 256
 """Maximum number of cached tables. Each unit, and each set of parameters that got gradients, may have its own."""
 
@@ -115,8 +128,14 @@ class AdamWUpdater:
         self._tables.clear()
 
     @torch.no_grad()
-    def run(self, updates: Sequence[ParamUpdate]) -> None:
-        """Apply all updates, and return when they are complete (on CUDA: enqueued on the current stream)."""
+    def run(self, updates: Sequence[ParamUpdate], before_piece: BeforePiece | None = None) -> None:
+        """Apply all updates, and return when they are complete (on CUDA: enqueued on the current stream).
+
+        Args:
+            updates: The updates.
+            before_piece: Called before each piece of updates on the host; returns whether states are copied to their
+                `undo` before the piece overwrites them. None: they are not.
+        """
         alike: dict[tuple[str, torch.dtype], list[ParamUpdate]] = {}
         for update in updates:
             if has_memory(update.grad):
@@ -124,23 +143,28 @@ class AdamWUpdater:
         for (device, _), some in alike.items():
             if device == "cpu" and (halves := [each for each in some if _is_fp16(each)]):
                 pieces = [piece for update in halves for piece in update.chunks(cpu_kernels.CHUNK_ELEMS)]
-                self._workers.each(_apply_with_torch, pieces)
+                for at_once, saves in self._workers.in_turn(pieces, before_piece):
+                    self._workers.each(partial(_apply_with_torch, saves=saves), at_once)
                 some = [each for each in some if not _is_fp16(each)]
             if some:
-                self._update(some)
+                self._update(some, before_piece)
 
-    def _update(self, updates: list[ParamUpdate]) -> None:
+    def _update(self, updates: list[ParamUpdate], before_piece: BeforePiece | None) -> None:
         """Update parameters on one kind of device, with gradients of one dtype, through their table."""
         kept = self._kept(updates)
         numbers: dict[int, int] = {}
         rows = [numbers.setdefault(id(update.coefficients), len(numbers)) for update in updates]
         found = {id(update.coefficients): update.coefficients for update in updates}
-        kept.table.update(
+        columns = (
             np.array([update.grad.data_ptr() for update in updates], np.int64),
             kept.seeds(updates),
             np.array(rows, np.int64),
             np.array([found[each].floats for each in numbers], np.float32),
         )
+        if isinstance(kept.table, CpuUpdateTable):
+            kept.table.update(*columns, before_piece)
+        else:
+            kept.table.update(*columns)
 
     def _kept(self, updates: list[ParamUpdate]) -> _Kept:
         """Return the table of these parameters, from the cache if their states are still the same objects."""
@@ -162,8 +186,9 @@ class _Kept:
     def __init__(self, states: list[ParamStates], grad: torch.Tensor, workers: Workers) -> None:
         self.states = states
         dtypes = [grad.dtype] * len(states)
-        self.table: UpdateTable = (
-            CudaUpdateTable(states, dtypes) if grad.is_cuda else CpuUpdateTable(states, dtypes, workers)
+        undo = [each.undo for each in states]
+        self.table: CpuUpdateTable | CudaUpdateTable = (
+            CudaUpdateTable(states, dtypes) if grad.is_cuda else CpuUpdateTable(states, dtypes, workers, undo)
         )
         noisy = any(each.m.dtype == torch.bfloat16 for each in states)
         self._seeds = NoiseSeeds([each.name for each in states]) if noisy else None
@@ -183,13 +208,27 @@ ALONE_ELEMS = 1 << 16
 
 
 class CpuUpdateTable:
-    """Counterpart of `CudaUpdateTable` for CPU states except fp16: a kernel call per variant and range of chunks."""
+    """Counterpart of `CudaUpdateTable` for CPU states except fp16: a kernel call per variant and range of chunks.
 
-    def __init__(self, states: Sequence[LocalStates], grad_dtypes: Sequence[torch.dtype], workers: Workers) -> None:
+    Args:
+        states: States of all parameters.
+        grad_dtypes: Dtypes of their gradients.
+        workers: Threads that run the kernels.
+        undo: Where the states of each parameter can be saved, as in `ParamStates.undo`.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[LocalStates],
+        grad_dtypes: Sequence[torch.dtype],
+        workers: Workers,
+        undo: Sequence[Sequence[torch.Tensor | None]] = (),
+    ) -> None:
         variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
         self._table, self._workers, self._chunk_elems = states_table(states), workers, cpu_kernels.CHUNK_ELEMS
+        self._undo = undo_table(undo)
         self._work = [
-            (_kernel(variant), chunks, self._ranges(chunks))
+            (variant, chunks, self._ranges(chunks))
             for variant, chunks in chunks_by_variant(variants, self._table[:, 5], self._chunk_elems).items()
         ]
 
@@ -197,27 +236,42 @@ class CpuUpdateTable:
         """Return ranges [begin, end) of chunks with about the same number of elements each."""
         left = self._table[chunks[:, 0], 5] - chunks[:, 1].astype(np.int64) * self._chunk_elems
         done = np.cumsum(np.minimum(left, self._chunk_elems))
-        pieces = min(PIECES * self._workers.threads, int(done[-1]) // ALONE_ELEMS) or 1
+        several = PIECES * self._workers.threads
+        if self._undo.any():  # between two pieces, another update may run
+            several = max(several, int(done[-1]) // self._chunk_elems)
+        pieces = min(several, int(done[-1]) // ALONE_ELEMS) or 1
         ends = np.searchsorted(done, np.arange(1, pieces) * (int(done[-1]) / pieces)) + 1
         cuts = [0, *ends.tolist(), len(chunks)]
         return list(itertools.pairwise(cuts))
 
-    def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
-        """Update all parameters and return when done; the arguments are those of `CudaUpdateTable.update`."""
-        for kernel, chunks, ranges in self._work:
+    def update(
+        self,
+        grads: Array,
+        seeds: Array,
+        rows: Array,
+        coefficients: Array,
+        before_piece: BeforePiece | None = None,
+    ) -> None:
+        """Update all parameters and return when done.
 
-            def run(cut: tuple[int, int], kernel: Callable[..., None] = kernel, chunks: Array = chunks) -> None:
-                kernel(self._table, chunks, *cut, self._chunk_elems, grads, seeds, rows, coefficients)
+        The arguments are those of `CudaUpdateTable.update`, and that of `AdamWUpdater.run`.
+        """
 
-            self._workers.each(run, ranges)
+        def run(cut: tuple[int, int], kernel: Callable[..., None], chunks: Array) -> None:
+            kernel(self._table, self._undo, chunks, *cut, self._chunk_elems, grads, seeds, rows, coefficients)
+
+        for variant, chunks, ranges in self._work:
+            for some, saves in self._workers.in_turn(ranges, before_piece):
+                self._workers.each(partial(run, kernel=_kernel(variant, saves=saves), chunks=chunks), some)
 
 
-def _kernel(variant: Variant) -> Callable[..., None]:
+def _kernel(variant: Variant, *, saves: bool) -> Callable[..., None]:
     return cpu_kernels.adamw_kernel(
         grad_bf16=variant.grad == torch.bfloat16,
         master=variant.master,
         moments_bf16=variant.moments_bf16,
         follows=variant.follows,
+        saves=saves,
     )
 
 
@@ -230,6 +284,14 @@ class Workers:
             free.put(core)
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if threads > 1 or cores else None
+
+    def in_turn(
+        self, pieces: Sequence[Piece], before_piece: BeforePiece | None
+    ) -> Iterator[tuple[Sequence[Piece], bool]]:
+        """Yield `pieces`, one per thread at a time, each time with what `before_piece` returns; all at once without."""
+        at_once = max(1, len(pieces)) if before_piece is None else self.threads
+        for start in range(0, len(pieces), at_once):
+            yield pieces[start : start + at_once], before_piece is not None and before_piece()
 
     def each(self, do: Callable[[Any], None], pieces: Sequence[Any]) -> None:
         """Call `do` on each of `pieces`, in the pool or, for one piece or without a pool, in the calling thread."""
@@ -251,8 +313,10 @@ def _is_fp16(update: ParamUpdate) -> bool:
 
 
 @torch.no_grad()
-def _apply_with_torch(update: ParamUpdate) -> None:
+def _apply_with_torch(update: ParamUpdate, *, saves: bool) -> None:
     s = update.states
+    if saves:
+        s.save()
     coefficients = update.coefficients.as_tensors(s.work.device)
     seed = adamw_math.noise_seed(s.name, update.step)
     step(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed, s.follows)

@@ -24,6 +24,8 @@ class MasterParam:
     Attributes:
         work: Tensor for the rounded working copy if the master is on the host, otherwise None.
         mesh: Mesh of a master on the host; None if it is the parameter's.
+        target: What the class updates: the master, or the stand-in of a whole parameter (optim/unsharded_class.py),
+            which only its owner has.
         moments: Always empty, because the class stores its states beside the master.
     """
 
@@ -32,8 +34,13 @@ class MasterParam:
     master: nn.Parameter
     work: torch.Tensor | None
     mesh: DeviceMesh | None
+    target: nn.Parameter | None = None
 
     moments = ()
+
+    def __post_init__(self) -> None:
+        """Let the class update the master itself."""
+        self.target = self.master
 
     @classmethod
     def create(

@@ -1,33 +1,35 @@
 """Muon and AdamW in one optimizer, by parameter group, with a common gradient decision, step and state dict.
 
     rule of a group   its parameters                            states                    update
-    muon              2-D matrices except embeddings and head   master, step, exp_avg     optim/matrix_gather.py
+    muon              2-D matrices except embeddings and head   master, step, exp_avg     optim/newton_schulz.py
     adamw             all others                                as in AdamW               optim/flat_update.py
 
 The momentum is an average of gradients, like AdamW's first moment. It is therefore stored as `exp_avg`, and is placed,
-saved and loaded like AdamW's moments. Matrices are orthogonalized whole for any sharding, so all ZeRO stages give the
-same bits, as with AdamW.
+saved and loaded like AdamW's moments. Matrices are orthogonalized whole for any sharding, each by the rank that owns it
+(`optim/unsharded_updates.py`), so all ZeRO stages give the same bits, as with AdamW.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from dzero.comm.ledger import Entry, Traffic
-from dzero.compatibility import check_compatible
 from dzero.hardware import dtype_of
+from dzero.optim import newton_schulz
 from dzero.optim.adamw import AdamW, How
 from dzero.optim.config import MuonConfig
+from dzero.optim.flat_update import BeforePiece, ParamStates
 from dzero.optim.loss_scaler import ScalerConfig
-from dzero.optim.matrix_gather import MatrixUpdates
 from dzero.optim.newton_schulz import MatrixCoefficients
-from dzero.optim.offloaded_step import PendingUpdate
+from dzero.optim.offloaded_step import PendingUpdate, device_of
 from dzero.optim.param_state import MOMENTS, ParamState
-from dzero.optim.requires_unsharded import check_whole
+from dzero.optim.requires_unsharded import PARAMETERS, check_rule, check_whole
+from dzero.optim.unsharded_updates import UnshardedUpdates
 from dzero.zero.layout import Layout
 from dzero.zero.sharded import Sharded
 
@@ -52,8 +54,8 @@ class Muon(AdamW):
         threads: Number of CPU threads for updates, as for `AdamW`.
 
     Raises:
-        ValueError: The groups are invalid, or matrices cannot be orthogonalized whole: states are off the device or
-            split over replicas, or parameters are cut along other axes or into tiles.
+        ValueError: The groups are invalid, or matrices cannot be orthogonalized whole: states are split over replicas,
+            or parameters are cut along other axes or into tiles.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Muon(AdamW):
         scaler: ScalerConfig | None = None,
         threads: int | None = None,
     ) -> None:
-        check_compatible(sharded.layout.settings.having({"optim.rule": "muon"}))
+        check_rule("muon", PARAMETERS, sharded.layout.settings)
         muon = muon or MuonConfig()
         own = {key: getattr(muon, key) for key in OPTIONS} | {"lr": lr if muon.lr is None else muon.lr}
         groups = split_by_rule([{"params": _trained(sharded)}], matrices_of(sharded, muon.exclude))
@@ -90,7 +92,10 @@ class Muon(AdamW):
         shapes = [shape for unit in sharded.shapes for shape in unit.params if shape.trainable]
         self._matrices = frozenset(self._names[param] for param, rule in self._rules.items() if rule == "muon")
         matrices = [shape for shape in shapes if shape.name in self._matrices]
-        self._updates = MatrixUpdates(matrices, sharded, _payload(muon.compute, sharded.layout))
+        self._payload, tiers = _payload(muon.compute, sharded.layout), self.offload.buffer_layout
+        self._unsharded = UnshardedUpdates(
+            matrices, sharded, 1, self._payload, newton_schulz.cost_of, tiers, replicas_share=True
+        )
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         super()._check_groups(named)
@@ -125,10 +130,17 @@ class Muon(AdamW):
         options = {key: group[key] for key in (*OPTIONS, "weight_decay")}
         return lambda stored, step: MatrixCoefficients.of(*stored.param.shape, grad_scale=scale, **options)
 
-    def _run(self, how: How, pending: Sequence[PendingUpdate[ParamState]]) -> None:
+    def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
+        self._unsharded.record_lanes(self._matrices & grads.keys())
+        super()._update(grads, factor)
+
+    def _run(
+        self, how: How, pending: Sequence[PendingUpdate[ParamState]], before_piece: BeforePiece | None = None
+    ) -> None:
         matrices = {each.stored.name: each for each in pending if each.stored.name in self._matrices}
-        super()._run(how, [each for each in pending if each.stored.name not in matrices])
-        self._updates.run(matrices, how)
+        super()._run(how, [each for each in pending if each.stored.name not in matrices], before_piece)
+        if matrices:
+            self._unsharded.run(_MatrixUpdate(matrices, how), matrices)
 
     def describe(self) -> list[str]:
         """Return log lines with the number of parameters per rule, and those of `AdamW.describe`."""
@@ -160,21 +172,53 @@ class Muon(AdamW):
     @property
     def traffic(self) -> dict[Entry, Traffic]:
         """Calls and bytes that this rank sends for a step's update, by entry of the ledger."""
-        return self._updates.traffic
+        return self._unsharded.traffic
+
+
+@dataclass
+class _MatrixUpdate:
+    """The update of a step's matrices, an `UnshardedRule`: owners orthogonalize what every rank mixes of its shards."""
+
+    pending: Mapping[str, PendingUpdate[ParamState]]
+    how: How
+    states: dict[str, ParamStates] = field(default_factory=dict)
+    """States of the matrices of a round, where the update runs; 8-bit moments are decoded in them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the states."""
+        return device_of(next(iter(self.pending.values())).stored)
+
+    def prepare(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Update the momentum of a shard, and fill in the input of Newton-Schulz."""
+        each, (step, coefficients) = self.pending[name], self.how[name]
+        own = self.states[name] = each.stored.states(each.moved)
+        inputs[0].copy_(newton_schulz.mixed(each.grad, own, coefficients, step))
+        each.stored.keep(own)
+
+    def update(self, name: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a whole matrix, orthogonalized."""
+        return newton_schulz.orthogonalise(inputs[0], self.how[name][1].iterations)
+
+    def apply(self, name: str, result: torch.Tensor) -> None:
+        """Update the master and the working copy of a shard."""
+        newton_schulz.apply(result, self.states.pop(name), self.how[name][1])
 
 
 def matrices_of(sharded: Sharded, exclude: Collection[str]) -> set[nn.Parameter]:
     """Return the trained 2-D parameters with several rows and columns that Muon updates.
 
-    Parameters of embeddings are left out, and those below a module whose name is in `exclude`.
+    Parameters of embeddings are left out, also where the other end of a pipeline has the embedding, and those below a
+    module whose name is in `exclude`.
     """
     modules = sharded.model.modules()
     embeddings = {param for module in modules if isinstance(module, nn.Embedding) for param in module.parameters()}
+    tied = () if sharded.stages is None else sharded.stages.shared
     return {
         param
         for name, param in sharded.named_params().items()
         if param.requires_grad and param.ndim == 2 and min(param.shape) > 1
-        if param not in embeddings and not set(exclude).intersection(name.split(".")[:-1])
+        if param not in embeddings and name not in tied and not set(exclude).intersection(name.split(".")[:-1])
     }
 
 

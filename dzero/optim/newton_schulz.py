@@ -24,6 +24,7 @@ import torch
 
 from dzero.optim.adamw_math import noise_seed, rounding_noise, stochastic_bf16
 from dzero.optim.flat_update import ParamStates, master_of, write_back
+from dzero.zero.unit_shapes import ParamShape
 
 QUINTIC = 3.4445, -4.7750, 2.0315
 """Coefficients a, b, c of the polynomial a x + b x³ + c x⁵ that each iteration applies to the singular values.
@@ -86,6 +87,12 @@ def _fp32(value: float) -> float:
 def shape_factor(rows: int, cols: int, scale: str) -> float:
     """Return the factor of the learning rate of a matrix [rows, cols]."""
     return 0.2 * math.sqrt(max(rows, cols)) if scale == "rms" else math.sqrt(max(1.0, rows / cols))
+
+
+def cost_of(shape: ParamShape) -> int:
+    """Return the number of multiplications of one iteration on a matrix."""
+    short, long = sorted(shape.shape)
+    return 2 * short * short * long + short**3
 
 
 def mixed(grad: torch.Tensor, states: ParamStates, c: MatrixCoefficients, step: int) -> torch.Tensor:

@@ -17,8 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import update_order
-from dzero.offload.executor import Move
+from dzero.offload.lane import Move
 from dzero.offload.manager import OffloadManager
 from dzero.offload.param_writeback import PendingWriteback
 from dzero.zero.sharded import Sharded
@@ -70,13 +71,7 @@ class OffloadedStep(Generic[States]):
     def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
         self._offload, self._buffer_layout = offload, offload.buffer_layout
         self._units = update_order([unit.shape for unit in sharded.units])
-        off_device = self._buffer_layout.on_host
-        self._away = frozenset(
-            param.name
-            for unit in self._units
-            for param in unit.params
-            if any(off_device(kind, param.name) for kind in ("grad", "master", "moments"))
-        )
+        self._away = frozenset[str]().union(*updated_apart(self._buffer_layout))
 
     def start(
         self, pending: dict[str, PendingUpdate[States]], run: Run, updates: int, done: Collection[str] = ()
@@ -165,6 +160,23 @@ class OffloadedStep(Generic[States]):
             self._offload.fetch_for_update("grad", unit, grads)
         if moments:
             self._offload.fetch_for_update("moments", unit, moments)
+
+
+def updated_apart(buffer_layout: BufferLayout) -> list[set[str]]:
+    """Return the parameters of each unit that are updated apart from other units, since a state is off the device."""
+    return [
+        {
+            param.name
+            for param in unit.params
+            if any(buffer_layout.on_host(kind, param.name) for kind in ("grad", "master", "moments"))
+        }
+        for unit in buffer_layout.units
+    ]
+
+
+def device_of(stored: UpdatedParam) -> torch.device:
+    """Return the device on which a parameter is updated."""
+    return (stored.local if stored.work is None else stored.work).device
 
 
 def work_of(stored: Sequence[UpdatedParam]) -> list[PendingWriteback]:

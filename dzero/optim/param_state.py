@@ -77,6 +77,7 @@ class ParamState:
         off_device: Keys of the states that are stored off the device, in `offload`.
         kept: Keys of the moments that the parameter's rule uses.
         number: Index of the parameter in its optimizer.
+        undo: Tensors to which speculative updates save states before they overwrite them, by key, or "work".
     """
 
     name: str
@@ -92,6 +93,7 @@ class ParamState:
     offload: OffloadManager | None = None
     kept: tuple[str, ...] = MOMENTS
     number: int = 0
+    undo: dict[str, torch.Tensor] = field(default_factory=dict)
     _kept: tuple[torch.Tensor, ParamStates] | None = None
 
     @classmethod
@@ -111,6 +113,8 @@ class ParamState:
         for key in kept:
             elems = shape.shard_elems(layout.shard, layout.replica_shards)
             stored._create_moment(key, key == MOMENTS[0], elems, layout, placement)
+        saved = {key: placement.undo(stored.name, key, state) for key, state in stored.overwritten().items()}
+        stored.undo = {key: tensor for key, tensor in saved.items() if tensor is not None}
         return stored
 
     def _create_master(self, layout: Layout, placement: StatePlacement) -> None:
@@ -218,7 +222,28 @@ class ParamState:
         remainder = self.flat("remainder") if "remainder" in self.tensors else None
         follows = self.work is None and "master" in self.tensors
         passing = bool(moved or self.moments8)
-        return ParamStates(self.name, self.first, work, master, remainder, m, v, follows, passing)
+        undo = tuple(map(self.undo.get, ("work", "master", "remainder", *MOMENTS)))
+        return ParamStates(self.name, self.first, work, master, remainder, m, v, follows, passing, undo)
+
+    def overwritten(self) -> dict[str, torch.Tensor]:
+        """Return the states that an update overwrites, by key, where it finds them."""
+        found = {key: self.flat(key) for key in self.tensors if key != "step"}
+        if self.work is not None:
+            found["master" if self.dtype == torch.float32 else "work"] = self.work
+        return found
+
+    def save_moments8(self) -> None:
+        """Save 8-bit moments for `restore`; other states are saved by the kernel that updates them."""
+        for key, eight in self.moments8.items():
+            for part, tensor in eight.tensors.items():
+                if (saved := self.undo.get(f"{key}_{part}")) is not None:
+                    saved.copy_(tensor)
+
+    def restore(self) -> None:
+        """Restore the states that a speculative update has saved."""
+        found = self.overwritten()
+        for key, saved in self.undo.items():
+            found[key].copy_(saved)
 
     def put_moment(self, key: str, values: torch.Tensor) -> None:
         """Store `values` [shard, flat] as a moment, rounded or encoded."""

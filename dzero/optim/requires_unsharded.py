@@ -1,25 +1,40 @@
-"""Check for update rules that mix the elements of a parameter, which only ZeRO itself may cut.
+"""What an update of one element depends on, and a check of rules that need whole parameters.
 
-On a tile, or on a part along another mesh axis, such a rule would silently compute wrong updates.
+    needs         an update depends on                        on shards of ZeRO
+    elements      the element alone: AdamW, SGD               every rank updates its shard
+    parameters    other elements of its parameter: Muon       the owner updates it whole (optim/unsharded_updates.py)
+    unknown       perhaps on other parameters: LBFGS          refused, since it would be silently wrong
+
+On a tile, or on a part along another mesh axis, only a rule of elements is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dzero.compatibility import check_compatible
 from dzero.parallel.tiling.state_dicts import tiled
+from dzero.utils.rules import Settings
 from dzero.zero.sharded import Sharded
 
+ELEMENTS, PARAMETERS, UNKNOWN = "elements", "parameters", "unknown"
+UNCUT: Mapping[str, int] = {"mesh.tp": 1, "mesh.ep": 1, "block.tiles": 1}
+"""Settings of a model of which nothing but ZeRO cuts a parameter."""
 
-def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:
+
+def check_rule(rule: str, needs: str, settings: Settings) -> None:
+    """Raise ValueError if a rule goes with no parameter of a layout; `check_whole` checks those that are cut."""
+    check_compatible(settings.having({**UNCUT, "optim.rule": rule, "optim.needs": needs}))
+
+
+def check_whole(names: Iterable[str], sharded: Sharded, rule: str, needs: str = PARAMETERS) -> None:
     """Raise ValueError if tiles or a mesh axis cut a parameter of `names`, which `optim.rule=rule` requires whole."""
     tiles = {part: len(parts) for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
     splits = {shape.name: shape.split for unit in sharded.shapes for shape in unit.params}
-    mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.takes_whole": True})
+    mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.needs": needs})
     for name in names:
         split = splits[name]
-        cuts = {"mesh.tp": 1, "mesh.ep": 1, "block.tiles": tiles.get(name, 1)}  # of this parameter alone
+        cuts = {**UNCUT, "block.tiles": tiles.get(name, 1)}  # of this parameter alone
         if split is not None and split.dim is not None:
             cuts[f"mesh.{split.axis}"] = split.count
         try:

@@ -1,10 +1,11 @@
 """Updates before the step is decided (offload.overlap=backward), rolled back bit by bit if the decision differs.
 
 When a unit's gradients are complete, it is updated while backward goes on to the units before it, as if nothing will be
-clipped and all gradients are finite. The states that this overwrites are saved first, in undo slots of a bounded size;
-new states on disk go to spare places instead. Units without a slot wait for the decision. The working copy is not
-replaced before the step is decided, so backward never reads new weights. If the decision confirms the coefficients of
-an early update, only its working copy is sent. Otherwise the update is undone, and runs again with the right ones.
+clipped and all gradients are finite. The host takes the unit that the next forward needs first among those that have
+arrived. The states that an update overwrites are saved in undo slots of a bounded size; new states on disk go to spare
+places instead. Units without a slot wait for the decision. The working copy is not replaced before the step is decided,
+so backward never reads new weights. If the decision confirms the coefficients of an early update, only its working copy
+is sent. Otherwise the update is undone, unless it has not begun, and runs again with the right ones.
 
 While clipping is frequent nothing is started early, because it would run twice.
 """
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dzero.offload.undo import Undo
+from dzero.offload.undo import SpeculativeUpdate, Undo
 
 WINDOW_STEPS, CLIPPED_STEPS = 8, 2
 
@@ -32,9 +33,15 @@ class SpeculativeStep:
         """Return whether `unit` has an undo slot, and few of the last WINDOW_STEPS steps were clipped."""
         return self._undo.has_room(unit) and sum(self._clipped) < CLIPPED_STEPS
 
-    def start(self, unit: str, how: Mapping[str, Any], run: Callable[[], None]) -> None:
-        """Save the unit's states, then `run` its update with the coefficients `how`."""
-        self._undo.start(unit, run)
+    def start(
+        self,
+        unit: str,
+        how: Mapping[str, Any],
+        update: Callable[[Callable[[], bool]], None],
+        restore: Callable[[], None],
+    ) -> None:
+        """Start the update of a unit with the coefficients `how`; the functions are those of `SpeculativeUpdate`."""
+        self._undo.start(unit, SpeculativeUpdate(update, restore))
         self._started[unit] = how
 
     def resolve(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:

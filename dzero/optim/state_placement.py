@@ -104,6 +104,11 @@ class StatePlacement:
             return self.offload.view(name, key, like.numel())
         return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
+    def undo(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor | None:
+        """Return memory of the length of `like` to save a state in, or None if updates of it are not rolled back."""
+        key = f"undo {key}"
+        return self.offload.view(name, key, like.numel()) if (name, key) in self._buffer_layout.at else None
+
     def shown(self, kind: str, name: str, view: torch.Tensor) -> torch.Tensor:
         """Return a state as state dicts show it: one on disk is read, and written back, on access."""
         if not self._buffer_layout.on_disk(kind, name):

@@ -1,10 +1,11 @@
 """Tables by which one kernel call updates many parameters.
 
     states    int64 [params, 7]   addresses of work, master, remainder, m, v (0: none), then elems and first
+    undo      int64 [params, 5]   addresses to which an update that may be rolled back saves them (0: not saved)
     chunks    int32 [chunks, 2]   a parameter, and the number of a chunk of it
     seeds     int64 [params]      seeds of the rounding noise, for bf16 moments
 
-The first two are built once and are valid as long as the states keep their addresses. The kernels that read them are
+The first three are built once and are valid as long as the states keep their addresses. The kernels that read them are
 `cpu_kernels.adamw_kernel` and, on CUDA, `adamw_triton.adamw_kernel`.
 """
 
@@ -120,6 +121,12 @@ def states_table(states: Sequence[LocalStates]) -> Array:
         for each in states
     ]
     return np.array(rows, np.int64).reshape(-1, 7)
+
+
+def undo_table(saved: Sequence[Sequence[torch.Tensor | None]]) -> Array:
+    """Return the table of where states are saved, int64 [params, 5]; the caller must keep the tensors alive."""
+    rows = [[0 if each is None else each.data_ptr() for each in of_param] for of_param in saved]
+    return np.array(rows, np.int64).reshape(-1, 5)
 
 
 def chunks_by_variant(variants: Sequence[Variant], elems: Array, chunk_elems: int) -> dict[Variant, Array]:

@@ -36,7 +36,9 @@ from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
 from dzero.hardware import dtype_name
 from dzero.launch.devices import device_type
 from dzero.monitor.config import ProfileConfig
+from dzero.optim.build import rule_needs
 from dzero.optim.config import OURS
+from dzero.optim.requires_unsharded import ELEMENTS
 from dzero.plan.run_layout import layout_of
 from dzero.verify.compare import Gap
 from dzero.verify.config import GROUPS, VerifyRun, meshes_to
@@ -185,7 +187,7 @@ def _unpromised(run: VerifyRun, layout: Layout, device: str) -> str:
         return "zero.reduction=native follows the backend's order of additions"
     if device == "cuda" and layout.offload.master != "device":
         return "updates on the host have other kernels than those on a GPU"
-    if run.optim.rule not in OURS and layout.master.sharded:
+    if layout.master.sharded and run.optim.rule not in OURS and rule_needs(run.optim) == ELEMENTS:
         return f"torch's kernels of {run.optim.rule} may round a slice otherwise than the whole"
     return ""
 

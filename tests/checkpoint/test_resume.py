@@ -24,6 +24,9 @@ RUNS = {
     "ahead of the decision": "zero.stage=3 offload=host offload.overlap=backward",
     "another rule": "optim.rule=SGD optim.options={momentum:0.9} zero.stage=2",
     "another rule for matrices": "optim.rule=muon optim.muon.lr=1e-3 zero.stage=3",
+    "matrices on disk": "optim.rule=muon zero.stage=3 offload=infinity offload.disk.paths=[{folder}]",
+    "a rule with owners": "optim.rule=Adafactor optim.lr=1e-2 zero.stage=3",
+    "a rule with owners, on the host": "optim.rule=Adafactor optim.lr=1e-2 zero.stage=2 offload=host",
     "tiles": "block.tiles=3 zero.stage=3 block.loss_tiles=2",
 }
 

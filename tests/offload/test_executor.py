@@ -55,6 +55,42 @@ def test_a_slot_has_one_user_at_a_time_in_the_order_in_which_they_were_started(
     assert seen == ["beside", "first", "second"]
 
 
+def test_actions_that_wait_for_nothing_go_first_and_in_their_order(executor: ScheduleExecutor) -> None:
+    """d overtakes b, which waits for a load; b lets c run between its pieces."""
+    keys = {slot: ActionKey(ActionKind.COMPUTE, "ahead", slot) for slot in "abcd"}
+    actions = tuple(OffloadAction(key, (slot,), order=1 + "cbda".index(slot)) for slot, key in keys.items())
+    executor.add((BufferSlot("d", 0, "disk"),), actions, None)
+    go, loaded, seen = Event(), Event(), list[str]()
+
+    def pieces() -> None:
+        seen.append("b begins")
+        executor.compute(keys["c"], lambda: seen.append("c"))
+        executor.give_way(keys["b"])
+        seen.append("b ends")
+
+    executor.compute(keys["a"], lambda: go.wait(LIMIT_S))
+    start(executor, ActionKind.LOAD, "b", lambda: loaded.wait(LIMIT_S))
+    executor.compute(keys["b"], pieces)
+    executor.compute(keys["d"], lambda: (seen.append("d"), loaded.set()))
+    go.set()
+    executor.drain()
+    assert seen == ["d", "b begins", "c", "b ends"]
+
+
+def test_without_an_order_actions_run_as_they_were_started(executor: ScheduleExecutor) -> None:
+    """Although b waits for a load and c for nothing: both may exchange with other ranks, whose loads end otherwise."""
+    loaded, seen = Event(), list[str]()
+    keys = {slot: ActionKey(ActionKind.COMPUTE, "in turn", slot) for slot in "bc"}
+    executor.add((), tuple(OffloadAction(key, (slot,)) for slot, key in keys.items()), None)
+    start(executor, ActionKind.LOAD, "b", lambda: loaded.wait(LIMIT_S))
+    executor.compute(keys["b"], lambda: seen.append("b"))
+    later = executor.compute(keys["c"], lambda: seen.append("c"))
+    assert not later.done()
+    loaded.set()
+    executor.drain()
+    assert seen == ["b", "c"]
+
+
 def test_work_at_the_same_time_counts_once(executor: ScheduleExecutor) -> None:
     together, never, began = Barrier(len(SLOTS), timeout=LIMIT_S), Event(), time.perf_counter()
     for slot in SLOTS:

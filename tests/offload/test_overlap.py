@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -19,6 +20,7 @@ from training_loops import backward, params_of, sharded_net, snapshot, train, un
 
 from dzero import AdamW, OffloadConfig, Sharded
 from dzero.offload.executor import OffloadError
+from dzero.offload.schedule import ActionKey
 from dzero.optim.base import MasterOptimizer
 from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.dtensors import local_of
@@ -106,6 +108,43 @@ def test_backward_updates_early_what_the_undo_budget_allows_until_clipping_is_fr
     tight = pool.run(actions, 2, None, 150_000)[0]
     assert 0 < tight["ahead"] < 6 * units
     assert tight["ahead"] + tight["update"] == 6 * units
+
+
+def held_up(rank: int, ranks: int, max_norm: float | None) -> tuple[list[str], Counter[str]]:
+    """One step whose early updates are held up until it is decided: differences to the device's, and what ran."""
+    decided, ran = threading.Event(), Counter[str]()
+
+    class Counted(AdamW):
+        def _run(self, how: Any, pending: Any, before_piece: Any = None) -> None:
+            ran["saves" if before_piece is not None and before_piece() else "updates"] += 1
+            super()._run(how, pending, before_piece)
+
+    def before(key: ActionKey) -> None:
+        if key.what == "ahead":
+            decided.wait(60)
+
+    ends = []
+    for kind, offload in ((Counted, OffloadConfig(**HOST, overlap="backward")), (AdamW, None)):
+        sharded = sharded_net("even", offload=offload)
+        optim = kind(sharded, lr=1e-2, max_norm=max_norm)
+        optim.offload.executor.before = before
+        backward(sharded, optim, small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank])
+        optim.step()
+        decided.set()
+        optim.synchronize()
+        ends.append(snapshot(sharded, optim))
+        optim.offload.executor.close()
+    return unequal(*ends), ran
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+def test_an_early_update_that_begins_after_the_decision_saves_nothing_and_runs_once(
+    pool: Pool, max_norm: float | None
+) -> None:
+    units = 4
+    for wrong, ran in pool.run(held_up, 2, max_norm):
+        assert wrong == []
+        assert ran == {"updates": units}
 
 
 def second_backward(rank: int, ranks: int) -> list[str]:

@@ -115,6 +115,41 @@ def test_threads_and_chunks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) 
     assert same(three, before)
 
 
+@pytest.mark.parametrize("moments", [FP32, BF16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_that_may_be_rolled_back_saves_what_it_overwrites(
+    monkeypatch: pytest.MonkeyPatch, kind: str, moments: torch.dtype
+) -> None:
+    """In pieces of any length, to aligned memory and other; the first three are saved, and the last is not."""
+    monkeypatch.setattr(cpu_kernels, "CHUNK_ELEMS", 600)
+    monkeypatch.setattr(update_module, "ALONE_ELEMS", 100)
+    elems, asked = 2111, list[bool]()
+    before = states(kind, moments, elems)
+    grad = torch.randn(elems, generator=torch.Generator().manual_seed(4))
+    held = (before.work, before.master, before.remainder, before.m, before.v)
+    for offset in (0, 1):
+        after, want = copy(before), copy(before)
+        after.undo = tuple(
+            None
+            if state is None or (at == 0 and kind == "fp32")
+            else torch.zeros(elems + offset, dtype=state.dtype)[offset:]
+            for at, state in enumerate(held)
+        )
+
+        def saves() -> bool:
+            asked.append(len(asked) % 4 < 3)
+            return asked[-1]
+
+        AdamWUpdater(1).run([ParamUpdate(after, grad, C, 5)], saves)
+        AdamWUpdater(1).run([ParamUpdate(want, grad, C, 5)])
+        assert same(after, want)
+        for saved, state in zip(after.undo, held, strict=True):
+            if saved is not None and state is not None:
+                assert torch.equal(saved[:1800], state[:1800])
+                assert not saved[1800:].any()
+    assert asked == 2 * [True, True, True, False]
+
+
 def test_the_rule_is_adamw_to_fp32_accuracy() -> None:
     """Against torch.optim.AdamW in fp64 over 50 steps: relative error below 50 steps of a few fp32 roundings each."""
     generator = torch.Generator().manual_seed(0)

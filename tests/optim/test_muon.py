@@ -24,7 +24,7 @@ from reference_muon import Muon as PlainMuon
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import Sharded, ZeroConfig, shard
-from dzero.optim import cpu_kernels, matrix_gather
+from dzero.optim import cpu_kernels, unsharded_updates
 from dzero.optim.config import MuonConfig
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.muon import Muon
@@ -164,14 +164,14 @@ def of_kind(rank: int, ranks: int, kinds: list[dict[str, Any]]) -> list[dict[str
     """Whole parameters and momenta after four steps of each kind."""
     found = []
     for kind in kinds:
-        room = kind.pop("room", matrix_gather.ROOM_ELEMS)
+        room = kind.pop("room", unsharded_updates.ROOM_ELEMS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(matrix_gather, "ROOM_ELEMS", room)
+            patch.setattr(unsharded_updates, "ROOM_ELEMS", room)
             sharded = sharded_net("uneven", **kind)
             optim = Muon(sharded, lr=LR, max_norm=CLIP, scaler=ScalerConfig(init=256.0))
         train(sharded, optim, "uneven", steps=4)
         momenta = {n: s for n, p in sharded.named_params().items() if "exp_avg" in (s := optim.state[p])}
-        rounds = torch.tensor(len(optim._updates._rounds))
+        rounds = torch.tensor(len(optim._unsharded._rounds))
         found.append({**params_of(sharded), **{f"{n}.m": whole(s["exp_avg"]) for n, s in momenta.items()}})
         found[-1]["rounds"] = rounds
     return found
@@ -277,7 +277,7 @@ def test_a_step_with_an_infinite_gradient_changes_no_bit(pool: Pool, stage: int)
 
 
 class Branch(torch.nn.Module):
-    """Three matrix_gather, of which the second is used where it is asked for."""
+    """Three matrices, of which the second is used where it is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class Branching(torch.nn.Module):
 
 
 def without(rank: int, ranks: int) -> tuple[list[str], list[str]]:
-    """What changed in a step with all matrix_gather, and in one without the second."""
+    """What changed in a step with all matrices, and in one without the second."""
     torch.manual_seed(0)
     sharded = shard(Branching(), ZeroConfig(stage=2))
     sharded.ledger.collective_log.check = True

@@ -73,12 +73,14 @@ def mistakes(rank: int, ranks: int) -> dict[str, str]:
         "dims": said(lambda: Muon(even, groups(even, rule="muon"))),
         "none": said(lambda: Muon(even, groups(even))),
         "excluded": said(lambda: Muon(even, muon=MuonConfig(exclude=["layers", "head"]))),
-        "torch's": said(lambda: TorchOptimizer(even, torch.optim.Muon, lr=0.1)),
+        "torch's": said(lambda: TorchOptimizer(even, torch.optim.LBFGS, lr=0.1)),
     }
     tiled = sharded_llama(BlockConfig(tiles=2), stage=2)
     told["tiles"] = said(lambda: Muon(tiled))
-    away = sharded_net("even", stage=2, offload=OffloadConfig(master="host"))
-    told["host"] = said(lambda: Muon(away))
+    early = sharded_net(
+        "even", stage=2, offload=OffloadConfig(grad="host", master="host", moments="host", overlap="backward")
+    )
+    told["backward"] = said(lambda: Muon(early))
     cut = parallel_llama(ZeroConfig(stage=1))
     told["tp"] = said(lambda: Muon(cut))
     told["torch's, tp"] = said(lambda: adafactor(parallel_llama(ZeroConfig(stage=0), replicate=1)))
@@ -112,9 +114,9 @@ def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
         "dims": r"layers\.0\.norm1\.weight has 1 dims, Muon's parameters 2",
         "none": r"no parameter is Muon's",
         "excluded": r"no parameter is Muon's.*optim\.muon\.exclude",
-        "torch's": r"zero\.stage=2.*optim\.rule=muon puts matrices together",
+        "torch's": r"zero\.stage=2.*elementwise=False if every parameter by itself",
         "tiles": r"parameter \S+tiles\.0\.\S+: block\.tiles=\d with optim\.rule=muon: .* block\.tiles=1",
-        "host": r"offload\.master=host: .* offload\.master=device",
+        "backward": r"offload\.overlap=backward: .* offload\.overlap=forward",
         "tp": r"parameter layers\.0\.\S+: mesh\.tp=2 with optim\.rule=muon: .* mesh\.tp=1",
         "torch's, tp": r"parameter \S+: mesh\.tp=2 with optim\.rule=Adafactor: it mixes .* mesh\.tp=1",
         "torch's, tiles": r"parameter \S+tiles\.0\.\S+: block\.tiles=\d with optim\.rule=Adafactor: .* block\.tiles=1",

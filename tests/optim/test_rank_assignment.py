@@ -13,7 +13,8 @@ from training_loops import backward, sharded_net
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.optim.muon import Muon
-from dzero.optim.rank_assignment import cost_of, rounds_of
+from dzero.optim.newton_schulz import cost_of
+from dzero.optim.rank_assignment import rounds_of
 from dzero.zero.unit_shapes import ParamShape
 
 
@@ -31,7 +32,7 @@ def test_every_matrix_has_one_owner_who_holds_no_more_than_its_room(seed: int) -
     matrices, room = drawn(seed), 50_000
     largest = max(each.elems for each in matrices)
     for owners in (1, 2, 7):
-        rounds = rounds_of(matrices, owners, room)
+        rounds = rounds_of(matrices, owners, cost_of, room)
         assert all(len(each) == owners for each in rounds)
         assert sorted(m.name for each in rounds for owned in each for m in owned) == sorted(m.name for m in matrices)
         assert max(sum(m.elems for m in owned) for each in rounds for owned in each) <= max(room, largest)
@@ -40,7 +41,7 @@ def test_every_matrix_has_one_owner_who_holds_no_more_than_its_room(seed: int) -
 @pytest.mark.parametrize("seed", range(20))
 def test_owners_of_a_round_differ_by_no_more_than_one_matrix(seed: int) -> None:
     """Whoever has most had least before its last one."""
-    (only,) = rounds_of(drawn(seed), 4, 1 << 40)
+    (only,) = rounds_of(drawn(seed), 4, cost_of, 1 << 40)
     costs = [sum(map(cost_of, owned)) for owned in only]
     most = max(only, key=lambda owned: sum(map(cost_of, owned)))
     assert max(costs) - min(costs) <= cost_of(most[-1])
@@ -50,13 +51,13 @@ def test_blocks_of_a_decoder_are_dealt_evenly() -> None:
     """Four equal blocks of 4 matrices over four owners: each has one of each kind's cost."""
     kinds = {"q": (64, 64), "o": (64, 64), "up": (256, 64), "down": (64, 256)}
     matrices = [matrix(f"{block}.{kind}", *shape) for block in range(4) for kind, shape in kinds.items()]
-    (only,) = rounds_of(matrices, 4)
+    (only,) = rounds_of(matrices, 4, cost_of)
     assert {sum(map(cost_of, owned)) for owned in only} == {2 * 64**3 * (1 + 1 + 4 + 4) + 4 * 64**3}
 
 
 def test_the_deal_depends_on_shapes_and_order_alone() -> None:
     matrices = drawn(3)
-    assert rounds_of(matrices, 3) == rounds_of(list(matrices), 3)
+    assert rounds_of(matrices, 3, cost_of) == rounds_of(list(matrices), 3, cost_of)
 
 
 def step_traffic(rank: int, ranks: int, cells: list[dict[str, Any]]) -> list[tuple[dict[Entry, Traffic], int]]:

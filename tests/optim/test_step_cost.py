@@ -95,7 +95,7 @@ def decoded(rank: int, ranks: int, elems: int) -> tuple[list[int], list[float]]:
     optim, at_once = AdamW(sharded, threads=1), []
     run = AdamWUpdater.run
 
-    def watched(self: AdamWUpdater, updates: Sequence[ParamUpdate]) -> None:
+    def watched(self: AdamWUpdater, updates: Sequence[ParamUpdate], before_piece: object) -> None:
         at_once.append(sum(update.states.m.numel() for update in updates))
         run(self, updates)
 

@@ -1,13 +1,11 @@
-"""Any element-wise class of torch.optim over the fp32 masters; those that mix elements only where nothing is cut."""
+"""Any element-wise class of torch.optim over the fp32 masters; those that mix parameters only where nothing is cut."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+import plain_classes
 import pytest
-import reference
-import small_decoders
 import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, train, unequal
@@ -33,35 +31,6 @@ def run(rank: int, ranks: int, name: str, precision: str, stage: int) -> dict[st
     return {"losses": losses, "params": params_of(sharded), "states": len(kept), "bytes": optim.state_bytes()}
 
 
-def plain(name: str, precision: str) -> dict[str, torch.Tensor]:
-    """One process: rank-averaged gradients of the working copy, clipped, into torch's own class over fp32 masters."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    torch.set_num_threads(1)  # as the workers: matrix products have the same bits
-    model = small_decoders.build("uneven")
-    masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
-    model.to(dtype)
-    optim = getattr(torch.optim, name)(list(masters.values()), **RULES[name])
-    for of_step in small_decoders.batches("uneven", steps=STEPS, ranks=2, microbatches=1):
-        total = {n: torch.zeros_like(m) for n, m in masters.items()}
-        for of_rank in of_step:
-            model.zero_grad()
-            small_decoders.loss_fn(model, of_rank[0]).backward()  # type: ignore[no-untyped-call]
-            for n, p in model.named_parameters():
-                assert p.grad is not None
-                total[n] += p.grad.float()
-        for n, master in masters.items():
-            master.grad = (total[n] / 2).to(dtype).float()
-        norm = math.sqrt(sum(m.grad.double().square().sum().item() for m in masters.values()))  # type: ignore[misc, union-attr]
-        for master in masters.values():
-            assert master.grad is not None
-            master.grad.mul_(min(1.0, 0.5 / (norm + 1e-6)))
-        optim.step()
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                p.copy_(reference.to_working(masters[n].detach(), dtype))
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
 def run_all(rank: int, ranks: int) -> dict[tuple[str, str, int], dict[str, Any]]:
     cells = [(n, p, s) for n, p, s in zip(RULES, ("fp32", "bf16", "fp32", "bf16"), (1, 3, 3, 0), strict=True)]
     cells += [("SGD", "bf16", 3), ("SGD", "bf16", 0)]
@@ -79,7 +48,8 @@ def test_the_rules_follow_torch_on_one_process(runs: dict[tuple[str, str, int], 
     tolerance: fp32 1e-5, bf16 one place (2^-7 relative)."""
     for (name, precision, stage), result in runs.items():
         rtol = 1e-5 if precision == "fp32" else 2.0**-7
-        for key, want in plain(name, precision).items():
+        plain = plain_classes.train(getattr(torch.optim, name), RULES[name], precision=precision, steps=STEPS, clip=0.5)
+        for key, want in plain.items():
             got = result["params"][key]
             torch.testing.assert_close(got, want, rtol=rtol, atol=1e-5, msg=f"{name} {precision} stage {stage}: {key}")
 
@@ -129,13 +99,17 @@ def test_a_refused_option_costs_no_masters(pool: Pool) -> None:
     assert pool.run(retried, 2) == [[], []]
 
 
+class Unknown(torch.optim.SGD):
+    """A class of which nothing is known."""
+
+
 def refusals(rank: int, ranks: int) -> dict[str, str]:
     messages = {}
-    for stage, name in ((1, "Adafactor"), (3, "LBFGS"), (2, "Muon")):
+    for stage, rule in ((3, torch.optim.LBFGS), (1, Unknown)):
         sharded = sharded_net("even", stage=stage)
         with pytest.raises(ValueError, match="silently wrong") as error:
-            TorchOptimizer(sharded, getattr(torch.optim, name))
-        messages[name] = str(error.value)
+            TorchOptimizer(sharded, rule, lr=0.1)
+        messages[rule.__name__] = str(error.value)
     precisions: tuple[dict[str, Any], ...] = ({"master": "remainder"}, {"moments": "bf16"})
     for precision in precisions:
         with pytest.raises(ValueError, match=r"take precision\.(master|moments)=fp32") as error:
@@ -144,21 +118,9 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     return messages
 
 
-def test_rules_that_mix_elements_are_refused_on_shards(pool: Pool) -> None:
+def test_rules_that_may_mix_parameters_are_refused_on_shards(pool: Pool) -> None:
     messages = pool.run(refusals, 2)[0]
-    for name, stage in (("Adafactor", 1), ("LBFGS", 3), ("Muon", 2)):
+    for name, stage in (("LBFGS", 3), ("Unknown", 1)):
         assert name in messages[name]
         assert f"zero.stage={stage}" in messages[name]
-        assert "zero.stage=0" in messages[name]
-
-
-def whole_adafactor(rank: int, ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    sharded = sharded_net("even", stage=0, param="fp32")
-    optim = TorchOptimizer(sharded, torch.optim.Adafactor, lr=0.05)
-    return train(sharded, optim, "even", steps=8), params_of(sharded)
-
-
-def test_adafactor_works_where_nothing_is_sharded(pool: Pool) -> None:
-    (losses, params), (_, other) = pool.run(whole_adafactor, 2)
-    assert losses[-1] < losses[0]
-    assert unequal(params, other) == []
+        assert "elementwise=False if every parameter by itself" in messages[name]

@@ -1,4 +1,4 @@
-"""ZeRO-R's partitioned activations: ranks of tp keep their part of each block's input, on any tier (ZeRO, section 6.1)."""
+"""Partitioned activations (ZeRO, section 6.1): ranks of tp keep their part of each block's input, on any tier."""
 
 from __future__ import annotations
 

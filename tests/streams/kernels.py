@@ -20,6 +20,7 @@ from dzero import streams
 from dzero.comm import host_sum, reduction
 from dzero.offload.disk_transfer import PieceTransfer
 from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.lane import Lane
 from dzero.offload.memory_pool import HostMemoryPool, Lease
 from dzero.optim import cpu_kernels
 from dzero.optim.adamw import AdamW
@@ -177,15 +178,16 @@ def _kernels(simulation: Simulation) -> list[Any]:
         simulation.run("average", [mine, *others], [output])
         average(output, mine, incoming, rank)
 
-    def updated(self: Any, updates: Any) -> None:
+    def updated(self: Any, updates: Any, before_piece: Any) -> None:
         states = [
             tensor
             for each in updates
             for tensor in (each.states.work, each.states.master, each.states.remainder, each.states.m, each.states.v)
             if tensor is not None
         ]
-        simulation.run("adamw", [each.grad for each in updates], states)
-        update(self, updates)
+        saved = [tensor for each in updates for tensor in each.states.undo if before_piece and tensor is not None]
+        simulation.run("adamw", [each.grad for each in updates], [*states, *saved])
+        update(self, updates, before_piece)
 
     def transferred(self: Any, work: Any) -> None:
         """A block from or to the disk, by a thread of its own; the piece is over when all its blocks are."""
@@ -246,7 +248,7 @@ def _noted(
 
 
 def _threads(simulation: Simulation) -> list[Any]:
-    submit, result = ThreadPoolExecutor.submit, Future.result
+    submit, start, result = ThreadPoolExecutor.submit, Lane.start, Future.result
     set_result, set_exception = Future.set_result, Future.set_exception
 
     def submitted(self: ThreadPoolExecutor, do: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -258,6 +260,15 @@ def _threads(simulation: Simulation) -> list[Any]:
                 return do(*args, **kwargs)
 
         return submit(self, task)
+
+    def queued(self: Lane, run: Callable[[], Any], *others: Any) -> Future[Any]:
+        known = simulation.clock_of_thread()  # the job that takes an action may have been submitted for another
+
+        def taken() -> Any:
+            simulation.thread.join(known)
+            return run()
+
+        return start(self, taken, *others)
 
     def told(setter: Callable[..., None]) -> Callable[..., None]:
         @wraps(setter)
@@ -290,6 +301,7 @@ def _threads(simulation: Simulation) -> list[Any]:
     return [
         *(mock.patch.object(kind, name, through(getattr(kind, name), how)) for kind, name, how in entries),
         mock.patch.object(ThreadPoolExecutor, "submit", submitted),
+        mock.patch.object(Lane, "start", queued),
         mock.patch.object(Future, "set_result", told(set_result)),
         mock.patch.object(Future, "set_exception", told(set_exception)),
         mock.patch.object(Future, "result", taken),

@@ -57,6 +57,7 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
         ("zero.stage=3 zero.node_ranks=2", 4, [(ITSELF, True)]),
         ("zero.stage=3 zero.reduction=native", 2, [(ITSELF, False)]),
         ("zero.stage=2 optim.rule=SGD", 2, [(ITSELF, False)]),
+        ("zero.stage=2 optim.rule=Adafactor offload=host", 2, [(ITSELF, True)]),
         ("zero.stage=0 mesh.cp=2", 2, [(ITSELF, False)]),
         ("zero.stage=3 mesh.cp=2 offload=host", 2, [(f"{BASELINE} over cut sequences", False), (ITSELF, True)]),
         (
