@@ -3,9 +3,10 @@
     on the device while unit u runs                bytes
     param, frozen shards                           all that stay on the device; of offloaded ones, those of the unit
                                                    that is gathered next (as param)
-    unsharded     gathered parameters              stages 1-2: all units; stage 3: u, the unit around it, the root,
-                                                   and units that stay gathered for backward; with one rank on the
-                                                   shard axis none but those fetched from the host or decoded
+    unsharded     gathered parameters              u, the unit around it, the root, and units that stay gathered for
+                                                   backward; all at stages 1-2 if microbatches accumulate; with one
+                                                   rank on the shard axis none but those fetched from the host or
+                                                   decoded
     buffers       of collectives                   forward: gather buffer of u; backward: that of the next unit, and the
                                                    reduced buffer of the last; FSDP2 frees each one unit later
     grad          reduced, or whole if they wait   units whose backward has ended; all units if microbatches accumulate
@@ -59,7 +60,8 @@ class StepMemory:
     """Memory of a step.
 
     Attributes:
-        device: Moments of the last microbatch of a step.
+        device: Moments of a microbatch with the most of each kind: the last has all reduced gradients, and those before
+            keep what stays gathered.
         host, disk: Bytes by kind, for the whole run.
         staging: Buffers of exact reductions, on the device from the first step on and not part of the moments.
     """
@@ -86,7 +88,7 @@ def memory_of(
 def on_device(
     layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, moments: Moments
 ) -> tuple[MemoryMoment, ...]:
-    """Return the moments of the last microbatch of a step."""
+    """Return the moments of one microbatch (`StepMemory.device`)."""
     return tuple(_Device(layout, units, moments).moments(costs))
 
 
@@ -220,7 +222,8 @@ class _Device:
 
     def _unsharded(self, unit: str, stays: Collection[str]) -> int:
         at_work = set() if unit == LOSS else {unit, self._around.get(unit, unit), self._root}
-        return sum(map(self._copied, {*self._kept, *stays, *at_work}))
+        between = self._kept if self._layout.microbatches > 1 else ()
+        return sum(map(self._copied, {*between, *stays, *at_work}))
 
     def _copied(self, unit: str) -> int:
         """Return the bytes of a gathered unit; one rank uses device shards in place (`use_shards`).

@@ -71,7 +71,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measurement]:
 def test_every_figure_of_this_machine_is_measured(here: Measurement) -> None:
     hardware = here.hardware
     unknown = {figure for figure in HardwareConfig.__dataclass_fields__ if getattr(hardware, figure) is None}
-    assert unknown == {"network"}
+    assert unknown == {"network", "fp8_flops"}  # one machine, whose device has no products in 8 bits
     assert (hardware.device_type, hardware.devices_per_node, hardware.efficiency) == ("cpu", 2, 1.0)
     assert hardware.host_bytes == host_memory_bytes()
     assert hardware.device_bytes == host_memory_bytes() // 2
