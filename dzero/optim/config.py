@@ -49,7 +49,7 @@ class OptimConfig:
     """The update rule and its settings."""
 
     rule: str = "adamw"
-    """Update rule: adamw, muon (matrices; the rest uses adamw), or an element-wise class of torch.optim such as SGD."""
+    """Update rule: adamw, muon (matrices; the rest uses adamw), or a class of torch.optim such as SGD or Adafactor."""
     lr: float = 3e-4
     """Learning rate at the peak of the schedule."""
     weight_decay: float = 0.1

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from parity_cells import whole
 from plain_classes import Lamb, Shampoo
 from pool import Pool
 from small_runs import settled, train, write_text
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from training_loops import params_of, sharded_net, snapshot, unequal
 from training_loops import train as train_net
 
@@ -136,6 +142,26 @@ def reload(rank: int, ranks: int) -> None:
 
 def test_state_dicts_hold_the_states_of_this_ranks_own_parameters(pool: Pool) -> None:
     pool.run(reload, 2)
+
+
+def through_dcp(rank: int, ranks: int, folder: str, seed: int, kind: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Seed 0 trains and saves, another loads."""
+    sharded, optim = pair(seed=seed, **kind)
+    if seed == 0:
+        train_net(sharded, optim, "uneven", steps=2)
+    model, states = get_model_state_dict(sharded.model), get_optimizer_state_dict(sharded.model, optim)
+    if seed == 0:
+        dcp.save({"model": model, "optim": states}, checkpoint_id=folder)  # type: ignore[attr-defined]
+    else:
+        dcp.load({"model": model, "optim": states}, checkpoint_id=folder)  # type: ignore[attr-defined]
+        set_model_state_dict(sharded.model, model)
+        set_optimizer_state_dict(sharded.model, optim, states)
+    return everything(sharded, optim)
+
+
+def test_dcp_files_load_into_other_owners(pool: Pool, tmp_path: Path) -> None:
+    held = merged(pool.run(through_dcp, 4, str(tmp_path), 0, {"stage": 3}))
+    assert unequal(merged(pool.run(through_dcp, 2, str(tmp_path), 1, {"stage": 1})), held) == []
 
 
 @pytest.mark.parametrize("rule", ["Adafactor", "muon"])

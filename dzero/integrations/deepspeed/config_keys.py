@@ -185,7 +185,8 @@ OPTIMIZERS = {
 REFUSED_OPTIMIZERS = {
     "lion": "dzero.TorchOptimizer(sharded, Lion, elementwise=True) with a class of yours",
     "muon": "dzero.Muon, optim.rule=muon; its updates are scaled otherwise, so its lr is another",
-    **dict.fromkeys(("lamb", "onebitlamb"), "AdamW: a trust ratio of each layer needs whole layers"),
+    "lamb": "dzero.TorchOptimizer(sharded, Lamb, elementwise=False) with a class of yours",
+    "onebitlamb": "dzero.TorchOptimizer(sharded, Lamb, elementwise=False) with a class of yours, uncompressed",
     **dict.fromkeys(("onebitadam", "zerooneadam"), "Adam: gradients are reduced whole, in 16 or 32 bits"),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "Adam, AdamW or SGD with parameter groups of mup's rates"),
     **{
