@@ -31,7 +31,7 @@ KINDS = ("param", "grad", "master", "moments")
 IMPORT = "model=tiny_moe model.weights=FOLDER"
 LORA, NO_ADAPTERS = "adapter.kind=lora", "adapter.kind=none"
 OF_A_FOLDER = "adapter=lora model=hf model.name_or_path=gpt2 model.weights=true"
-ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5}
+ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
 
 
 def idle(key: str, where: str, why: str, take: str, example: str) -> Rule:
@@ -246,7 +246,7 @@ STATES = (
     ),
     Rule("precision.moments=int8 param.fused", "a block would mix the cuts", "precision.moments=bf16", ""),
 )
-IN_BLOCKS = "precision.reduce=int8|int4"
+IN_BLOCKS = "precision.reduce=int8|int4|fp8"
 WIRE = (
     idle("precision.gather", "axis.shard=1", "over which nothing is gathered", "", "mesh.dp=1 precision.gather=int8"),
     Rule(

@@ -25,12 +25,36 @@ TINY = np.float32(2.0**-100)
 TO_INTEGER = np.float32(1.5 * 2**23)
 """Number whose addition and subtraction rounds an fp32 number below 2^22 to an integer, ties to even."""
 NOT_FINITE = np.uint32(0x7F800000)
+E4M3_ROOM = np.uint32(0x1FFFFF)
+"""Carries a magnitude above 1.75 x 2^e to the next exponent, since 448 = 1.75 x 2^8 is the largest 8-bit float."""
+
+
+@numba.njit(inline="always")
+def _to_e4m3(value):  # type: ignore[no-untyped-def]
+    """Return the 8-bit float nearest to a number of at most 448, ties to even: 1 bit of sign, 4 of exponent, 3 more."""
+    pattern = np.float32(value).view(np.uint32)
+    sign, pattern = (pattern >> np.uint32(24)) & np.uint32(0x80), pattern & np.uint32(0x7FFFFFFF)
+    magnitude = np.uint32(pattern).view(np.float32)
+    subnormal = np.uint32((magnitude * np.float32(512) + TO_INTEGER) - TO_INTEGER)
+    pattern += np.uint32(0x7FFFF) + ((pattern >> np.uint32(20)) & np.uint32(1))
+    normal = (pattern >> np.uint32(20)) - np.uint32(120 << 3)  # the exponents' biases are 127 and 7
+    return np.uint8(sign | (subnormal if magnitude < np.float32(2.0**-6) else normal))
+
+
+@numba.njit(inline="always")
+def _from_e4m3(code):  # type: ignore[no-untyped-def]
+    """Return the number of an 8-bit float."""
+    code = np.uint32(code)
+    rest = code & np.uint32(0x7F)
+    normal = np.uint32((rest << np.uint32(20)) + np.uint32(120 << 23)).view(np.float32)
+    magnitude = np.float32(rest) * np.float32(2.0**-9) if rest < np.uint32(8) else normal
+    return -magnitude if code & np.uint32(0x80) else magnitude
 
 
 @cache
-def encode_kernel(*, bits: int, bf16: bool) -> Callable[..., None]:
+def encode_kernel(*, code: str, bf16: bool) -> Callable[..., None]:
     """Compile `encode(blocks, whole, wide, codes, source)`, which writes the payload of `source`, fp32 or bf16."""
-    most = np.float32(127 if bits == 8 else 7)
+    is_float, bits, most = code == "fp8", 4 if code == "int4" else 8, np.float32(7 if code == "int4" else 127)
 
     def kernel(blocks, whole, wide, codes, source):  # type: ignore[no-untyped-def]
         """Write scales and whole elements to `wide`, and codes to `codes`."""
@@ -51,11 +75,20 @@ def encode_kernel(*, bits: int, bf16: bool) -> Callable[..., None]:
                 wide[block], inverse = np.float32(np.nan), np.float32(0)
             elif magnitude < TINY:
                 wide[block], inverse = np.float32(0), np.float32(0)
+            elif is_float:
+                exponent = (largest + E4M3_ROOM) >> np.uint32(23)
+                wide[block] = np.uint32((exponent - np.uint32(8)) << np.uint32(23)).view(np.float32)
+                inverse = np.uint32((np.uint32(254 + 8) - exponent) << np.uint32(23)).view(np.float32)
             else:
                 wide[block], inverse = magnitude / most, most / magnitude
             into = codes[at : at + (elems * bits + 7) // 8]
             if largest >= NOT_FINITE:
                 into[:] = 0
+                continue
+            if is_float:
+                for i in range(elems):
+                    value = from_bf16(values[i]) if bf16 else values[i]
+                    into[i] = _to_e4m3(value * inverse)
                 continue
             for i in range(elems):
                 value = from_bf16(values[i]) if bf16 else values[i]
@@ -73,14 +106,15 @@ def encode_kernel(*, bits: int, bf16: bool) -> Callable[..., None]:
 
 
 @cache
-def decode_kernel(*, bits: int, adds: bool, bf16: bool) -> Callable[..., None]:
+def decode_kernel(*, code: str, adds: bool, bf16: bool) -> Callable[..., None]:
     """Compile `decode(blocks, whole, wide, codes, target)`, which writes values to `target`, or adds them to it.
 
     Args:
-        bits: Bits of a code.
+        code: Format of a code (comm/wire.py).
         adds: Whether values are added to `target`, which is then fp32.
         bf16: Whether `target` is bf16.
     """
+    is_float, bits = code == "fp8", 4 if code == "int4" else 8
 
     def kernel(blocks, whole, wide, codes, target):  # type: ignore[no-untyped-def]
         """Read a payload into `target`."""
@@ -92,6 +126,10 @@ def decode_kernel(*, bits: int, adds: bool, bf16: bool) -> Callable[..., None]:
         for block in range(blocks.shape[0]):
             start, elems, at = blocks[block]
             of, scale, into = codes[at : at + (elems * bits + 7) // 8], wide[block], target[start : start + elems]
+            if is_float:
+                for i in range(elems):
+                    _put(into, i, _from_e4m3(of[i]) * scale, adds, bf16)
+                continue
             if bits == 8:
                 for i in range(elems):
                     levels[i] = np.int8(of[i])

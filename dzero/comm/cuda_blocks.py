@@ -20,12 +20,12 @@ class CudaBlocks:
     Args:
         blocks: First element, elements and place of the codes of each block, int64 [blocks, 3].
         whole: First element, elements and place of each run of elements that are sent whole, int64 [runs, 3].
-        bits: Bits of a code.
+        code: Format of a code (comm/wire.py).
         device: A GPU, or the CPU under Triton's interpreter.
     """
 
-    def __init__(self, blocks: Array, whole: Array, bits: int, device: torch.device) -> None:
-        self._source, self._bits, self._count = triton_module(KERNELS), bits, len(blocks)
+    def __init__(self, blocks: Array, whole: Array, code: str, device: torch.device) -> None:
+        self._source, self._code, self._count = triton_module(KERNELS), code, len(blocks)
         self._blocks = torch.from_numpy(blocks).to(device)
         runs = [torch.arange(start, start + elems) for start, elems, _ in whole.tolist()]
         self._whole = torch.cat(runs).to(device) if runs else None
@@ -53,7 +53,7 @@ class CudaBlocks:
         with torch.cuda.device(values.device) if values.is_cuda else nullcontext():
             launch = getattr(self._source, kernel)[(self._count,)]
             launch(
-                self._blocks, wide, codes, values, BITS=self._bits, BLOCK=BLOCK_ELEMS, **options, **self._source.OPTIONS
+                self._blocks, wide, codes, values, CODE=self._code, BLOCK=BLOCK_ELEMS, **options, **self._source.OPTIONS
             )
 
 

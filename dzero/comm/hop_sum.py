@@ -37,7 +37,7 @@ class Piece:
 
 def pieces_of(wire: Wire, elems: int, hops: Hops, most_bytes: int) -> tuple[Piece, ...]:
     """Return the pieces of a part of `elems` elements whose staging takes about `most_bytes` bytes."""
-    many = Blocks(((1 << 20, False),), wire.bits) if isinstance(wire, Blocks) else Plain(1 << 20, wire)
+    many = Blocks(((1 << 20, False),), wire.code) if isinstance(wire, Blocks) else Plain(1 << 20, wire)
     second = many if isinstance(many, Blocks) else Plain(1 << 20, torch.float32)
     return _pieces(wire, elems, max(1, (most_bytes << 20) // staged_bytes((Piece(0, many, second),), hops)))
 

@@ -4,9 +4,10 @@ A part of a unit's buffer is the shards of several parameters, one after the oth
 `BLOCK_ELEMS` elements, none of which reaches into another parameter; parameters with one dimension, such as norms and
 biases, are sent as they are. As bytes, a part is:
 
-    scales   fp32 [blocks]     largest magnitude of the block / 127 (8 bits) or / 7 (4 bits)
+    scales   fp32 [blocks]     int8, int4: largest magnitude of the block / 127, or / 7
+                               fp8: smallest power of two for which no magnitude / scale is above 448
     whole    fp32 [elements]   parameters with one dimension
-    codes    [elements]        round(x / scale), one byte each, or two to a byte
+    codes    [elements]        x / scale as an integer, one byte each or two to a byte, or as a float of 8 bits (e4m3)
 
 Codes are rounded to the nearest, ties to even. A block with an element that is not finite decodes to NaN, so that an
 overflow is seen by every rank. A block below 2^-100 decodes to zeros. Each operation is one in IEEE fp32, so that the
@@ -28,7 +29,7 @@ from dzero.comm.hops import Hops, Leg
 from dzero.utils.numba_views import Array, as_array, has_memory
 
 SCALE_BYTES = WHOLE_BYTES = 4
-FORMATS = {"int8": 8, "int4": 4}
+FORMATS = {"int8": 8, "int4": 4, "fp8": 8}
 """Bits of a code, by the name of the format in settings."""
 
 
@@ -38,11 +39,16 @@ class Blocks:
 
     Attributes:
         sizes: For each parameter, the elements of its shard in the part, and whether they are sent whole.
-        bits: Bits of a code: 8 or 4.
+        code: Format of a code, a key of `FORMATS`.
     """
 
     sizes: tuple[tuple[int, bool], ...]
-    bits: int
+    code: str
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return FORMATS[self.code]
 
     @property
     def elems(self) -> int:
@@ -67,7 +73,7 @@ class Blocks:
         if source.is_cuda:
             self._on(source.device).encode(wide, codes, source)
             return
-        kernel = encode_kernel(bits=self.bits, bf16=source.dtype == torch.bfloat16)
+        kernel = encode_kernel(code=self.code, bf16=source.dtype == torch.bfloat16)
         kernel(*self._tables, as_array(wide), as_array(codes), as_array(source))
 
     def decode(self, row: torch.Tensor, target: torch.Tensor) -> None:
@@ -95,10 +101,10 @@ class Blocks:
                 held += [(taken, is_whole)] if taken else []
                 elems -= taken
                 if elems:
-                    yield start, Blocks((*held,), self.bits)
+                    yield start, Blocks((*held,), self.code)
                     start, held = start + sum(size for size, _ in held), []
         if held:
-            yield start, Blocks((*held,), self.bits)
+            yield start, Blocks((*held,), self.code)
 
     def _read(self, row: torch.Tensor, target: torch.Tensor, *, adds: bool) -> None:
         """Write the values of a payload to `target`, fp32 or bf16, or add them to it in fp32."""
@@ -106,7 +112,7 @@ class Blocks:
         if target.is_cuda:
             self._on(target.device).decode(wide, codes, target, adds=adds)
             return
-        kernel = decode_kernel(bits=self.bits, adds=adds, bf16=target.dtype == torch.bfloat16)
+        kernel = decode_kernel(code=self.code, adds=adds, bf16=target.dtype == torch.bfloat16)
         kernel(*self._tables, as_array(wide), as_array(codes), as_array(target))
 
     def _sections(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +123,7 @@ class Blocks:
 
     def _on(self, device: torch.device) -> CudaBlocks:
         if device not in self._by_device:
-            self._by_device[device] = CudaBlocks(*self._tables, self.bits, device)
+            self._by_device[device] = CudaBlocks(*self._tables, self.code, device)
         return self._by_device[device]
 
     @cached_property

@@ -97,7 +97,7 @@ def order_of(layout: Layout) -> dict[str, int]:
         EARLY: 2 if layout.microbatches > 1 and layout.grad.sharded else 1,
         TWO_HOPS: 2 if layout.hybrid else 1,
         BLOCKS: layout.shard * layout.replica_shards if layout.moments.dtype == torch.uint8 else 1,
-        ON_WIRE: 2 if layout.reduce_bits or layout.gather_bits else 1,
+        ON_WIRE: 2 if layout.reduce_code or layout.gather_code else 1,
     }
 
 

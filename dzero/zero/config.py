@@ -12,7 +12,7 @@ from dzero.utils.rules import Settings, shown
 
 REDUCTIONS = ("auto", "exact", "native")
 FLOATS = ("fp32", "bf16", "fp16")
-QUANTIZED = ("int8", "int4")
+QUANTIZED = ("int8", "int4", "fp8")
 FROZEN_FORMATS = ("param", "int8", "nf4")
 MASTERS = ("fp32", "remainder")
 COMPUTES = ("param", "fp8_tensorwise", "fp8_rowwise")
@@ -70,10 +70,10 @@ class PrecisionConfig:
     param: str = "bf16"
     """Parameters, and compute but for what `compute` says: fp32, bf16 or fp16."""
     reduce: str = "auto"
-    """Payload of the gradient reduction: fp32, bf16, fp16, auto (that of param; that of grad for native sums), or int8
-    or int4 in blocks (qgZ of ZeRO++)."""
+    """Payload of the gradient reduction: fp32, bf16, fp16, auto (that of param; that of grad for native sums), or int8,
+    int4 or fp8 in blocks (qgZ of ZeRO++)."""
     gather: str = "param"
-    """Payload of the gathers of parameters: that of param, or int8 or int4 in blocks (qwZ of ZeRO++)."""
+    """Payload of the gathers of parameters: that of param, or int8, int4 or fp8 in blocks (qwZ of ZeRO++)."""
     grad: str = "auto"
     """Stored gradients: that of param, fp32, or auto (fp32 with several microbatches, hybrid sharding, or native sums
     with reduce=auto; otherwise that of param)."""

@@ -64,7 +64,7 @@ Legs = tuple[Leg, ...]
 def unit_traffic(layout: Layout, unit: UnitShape) -> Iterator[tuple[Entry, Legs, int]]:
     """Yield the collectives of a unit in one optimizer step: ledger entry, legs, and number of calls."""
     own, sent, dtype = layout.of_unit(unit), collectives_of(layout, unit), layout.param.dtype
-    gathered = torch.uint8 if unit.quantized or own.gather_bits is not None else dtype
+    gathered = torch.uint8 if unit.quantized or own.gather_code is not None else dtype
     again = gathered if unit.quantized or own.reshard_after_forward is True else dtype
     gathers = layout.microbatches if layout.param.sharded else 1
     reduces = layout.microbatches if layout.grad.sharded else 1

@@ -97,10 +97,10 @@ class Layout:
     """Ranks of the pipeline, which share the layers."""
     unused: str = "agree"
     """Setting `ZeroConfig.unused`."""
-    reduce_bits: int | None = None
-    """Bits of a code, if reductions are of blocks (comm/wire.py)."""
-    gather_bits: int | None = None
-    """Bits of a code, if parameters are gathered in blocks."""
+    reduce_code: str | None = None
+    """Format of codes, if reductions are of blocks (comm/wire.py)."""
+    gather_code: str | None = None
+    """Format of codes, if parameters are gathered in blocks."""
     node_ranks: int | None = None
     """Setting `ZeroConfig.node_ranks`."""
     settings: Settings = field(default=Settings({}), repr=False, compare=False)
@@ -181,8 +181,8 @@ class Layout:
             model_ranks=model_ranks,
             pipeline_ranks=pipeline_ranks,
             unused=zero.unused,
-            reduce_bits=FORMATS.get(precision.reduce),
-            gather_bits=FORMATS.get(precision.gather),
+            reduce_code=precision.reduce if precision.reduce in FORMATS else None,
+            gather_code=precision.gather if precision.gather in FORMATS else None,
             node_ranks=zero.node_ranks,
             settings=settings,
         )
@@ -211,17 +211,17 @@ class Layout:
     def reduce_wire(self, unit: UnitShape) -> Wire:
         """Return the format in which a unit with this layout is reduced over the shard axis."""
         trained = [param for param in unit.params if param.trainable]
-        return self.wire if self.reduce_bits is None else self._blocks(trained, self.reduce_bits)
+        return self.wire if self.reduce_code is None else self._blocks(trained, self.reduce_code)
 
     def gather_blocks(self, unit: UnitShape) -> Blocks | None:
         """Return the blocks in which a unit with this layout is gathered, or None if it is gathered as it is."""
-        if self.gather_bits is None or unit.quantized:
+        if self.gather_code is None or unit.quantized:
             return None
-        return self._blocks(unit.params, self.gather_bits)
+        return self._blocks(unit.params, self.gather_code)
 
-    def _blocks(self, params: Sequence[ParamShape], bits: int) -> Blocks:
+    def _blocks(self, params: Sequence[ParamShape], code: str) -> Blocks:
         """Return blocks of padded shards; parameters with one dimension are sent whole."""
-        return Blocks(tuple((param.shard_elems(self.shard), len(param.shape) < 2) for param in params), bits)
+        return Blocks(tuple((param.shard_elems(self.shard), len(param.shape) < 2) for param in params), code)
 
     @property
     def gathers_again(self) -> bool:

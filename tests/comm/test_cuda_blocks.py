@@ -11,6 +11,8 @@ import pytest
 from adamw_cases import interpret
 from block_cases import DTYPES, kernels_differ
 
+from dzero.comm.wire import FORMATS
+
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Any]]:
@@ -21,5 +23,5 @@ def interpreted() -> Iterator[Callable[..., Any]]:
 
 
 def test_the_kernels_have_the_bits_of_the_cpu_kernels(interpreted: Callable[..., Any]) -> None:
-    cases = [(bits, dtype) for bits in (8, 4) for dtype in DTYPES]
+    cases = [(code, dtype) for code in FORMATS for dtype in DTYPES]
     assert {case: interpreted(kernels_differ, "cpu", *case) for case in cases} == {case: [] for case in cases}

@@ -14,7 +14,7 @@ from torch import Tensor
 from dzero.comm import reduction
 from dzero.comm.hops import Hops
 from dzero.comm.reduction import ExactReduction
-from dzero.comm.wire import Blocks, Wire
+from dzero.comm.wire import FORMATS, Blocks, Wire
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ((1000, False), (7, True), (257, False), (0, False), (1, False))
@@ -28,9 +28,19 @@ def rounded(values: Tensor, blocks: Blocks) -> Tensor:
         pieces = (part,) if whole or not len(part) else part.split(256)
         for piece in pieces:
             largest = piece.abs().max() if len(piece) else torch.tensor(0.0)
-            exact = whole or not len(piece)
-            parts.append(piece if exact else torch.round(piece * (most / largest)) * (largest / most))
+            if whole or not len(piece):
+                parts.append(piece)
+            elif blocks.code == "fp8":
+                parts.append(as_float8(piece, largest))
+            else:
+                parts.append(torch.round(piece * (most / largest)) * (largest / most))
     return torch.cat(parts)
+
+
+def as_float8(piece: Tensor, largest: Tensor) -> Tensor:
+    """By torch's own cast, of the values over the smallest power of two that keeps them below 448."""
+    scale = torch.exp2(torch.ceil(torch.log2(largest.double() / 448)))
+    return (piece.double() / scale).float().to(torch.float8_e4m3fn).float() * scale.float()
 
 
 def sent(values: Tensor, wire: Wire) -> Tensor:
@@ -71,9 +81,10 @@ def check(rank: int, ranks: int) -> None:
             for wire, buffer, kept in (
                 (FP32, FP32, FP32),
                 (BF16, FP32, BF16),
-                (Blocks(SIZES, 8), FP32, FP32),
-                (Blocks(SIZES, 4), BF16, BF16),
-                (Blocks(SIZES, 4), FP16, FP16),
+                (Blocks(SIZES, "int8"), FP32, FP32),
+                (Blocks(SIZES, "fp8"), FP32, FP32),
+                (Blocks(SIZES, "int4"), BF16, BF16),
+                (Blocks(SIZES, "int4"), FP16, FP16),
             ):
                 full = [each.to(buffer) for each in drawn(ranks, ranks * ELEMS)]
                 output = torch.empty(ELEMS, dtype=kept)
@@ -97,10 +108,10 @@ def test_sums_in_hops_and_blocks_are_their_definitions(pool: Pool) -> None:
     pool.run(check, 4)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("code", FORMATS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_a_payload_decodes_to_the_nearest_levels_of_its_blocks(bits: int, dtype: torch.dtype) -> None:
-    blocks, values = Blocks(SIZES, bits), drawn(1, ELEMS)[0].to(dtype)
+def test_a_payload_decodes_to_the_nearest_levels_of_its_blocks(code: str, dtype: torch.dtype) -> None:
+    blocks, values = Blocks(SIZES, code), drawn(1, ELEMS)[0].to(dtype)
     row, got = torch.full((blocks.nbytes,), 255, dtype=torch.uint8), torch.empty(ELEMS, dtype=dtype)
     blocks.encode(values, row)
     blocks.decode(row, got)
@@ -108,12 +119,13 @@ def test_a_payload_decodes_to_the_nearest_levels_of_its_blocks(bits: int, dtype:
     total = torch.ones(ELEMS)
     blocks.add(row, total)
     assert torch.equal(total, 1 + rounded(values, blocks))
-    scales, codes = 4 * (4 + 2 + 1), 1258 * bits // 8 + (bits == 4)  # two odd sizes end in half a byte
+    scales, codes = 4 * (4 + 2 + 1), 1258 * FORMATS[code] // 8 + (code == "int4")  # two odd sizes end in half a byte
     assert blocks.nbytes == scales + 4 * 7 + -(-codes // 4) * 4
 
 
-def test_what_is_not_finite_or_tiny_stays_so_in_its_block_alone() -> None:
-    blocks = Blocks(((1024, False),), 8)
+@pytest.mark.parametrize("code", FORMATS)
+def test_what_is_not_finite_or_tiny_stays_so_in_its_block_alone(code: str) -> None:
+    blocks = Blocks(((1024, False),), code)
     values = torch.ones(1024)
     values[3], values[300], values[512:768] = float("inf"), float("nan"), 1e-38
     row, got = torch.empty(blocks.nbytes, dtype=torch.uint8), torch.empty(1024)

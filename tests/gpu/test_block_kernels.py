@@ -6,13 +6,15 @@ import pytest
 import torch
 from block_cases import DTYPES, kernels_differ
 
+from dzero.comm.wire import FORMATS
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: `pytest -m gpu` asks for one"),
 ]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("code", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gpu_has_the_bits_of_the_cpu_kernels(bits: int, dtype: torch.dtype) -> None:
-    assert kernels_differ("cuda", bits, dtype) == []
+def test_the_gpu_has_the_bits_of_the_cpu_kernels(code: str, dtype: torch.dtype) -> None:
+    assert kernels_differ("cuda", code, dtype) == []

@@ -23,12 +23,12 @@ def values(dtype: torch.dtype) -> Tensor:
     return drawn.to(dtype)
 
 
-def kernels_differ(device: str, bits: int, dtype: torch.dtype) -> list[str]:
+def kernels_differ(device: str, code: str, dtype: torch.dtype) -> list[str]:
     """What the kernels for CUDA, on tensors of `device`, make otherwise than the CPU kernels."""
-    blocks, source = Blocks(SIZES, bits), values(dtype)
+    blocks, source = Blocks(SIZES, code), values(dtype)
     row = torch.zeros(blocks.nbytes, dtype=torch.uint8)
     blocks.encode(source, row)
-    table = CudaBlocks(*blocks._tables, bits, torch.device(device))
+    table = CudaBlocks(*blocks._tables, code, torch.device(device))
     other = torch.zeros(blocks.nbytes, dtype=torch.uint8, device=device)
     table.encode(*blocks._sections(other), source.to(device))
     (wide, codes), (other_wide, other_codes) = blocks._sections(row), blocks._sections(other.cpu())

@@ -15,6 +15,7 @@ from pool import Pool
 from torch import nn
 
 from dzero import PrecisionConfig, shard
+from dzero.comm.wire import Blocks
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Linear
@@ -82,6 +83,26 @@ def test_what_is_not_finite_shows(compute: str) -> None:
     x = torch.ones(16, 16)
     x[3, 5] = torch.inf
     assert not layers(x)[3].isfinite().any()
+
+
+def operand(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """Values that a product with `fp8_rowwise` sees: scales are powers of two that keep rows or columns below 448."""
+    largest = weight.double().abs().amax(dim, keepdim=True)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / 448)))
+    return (weight.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+
+@pytest.mark.parametrize(("code", "least", "most"), [("fp8", 0.0, 1e-3), ("int8", 0.05, 1.0)])
+def test_gathers_in_fp8_leave_the_operands_of_rowwise_products(code: str, least: float, most: float) -> None:
+    """Both scales are powers of two, so a value is rounded again only where it is tiny beside its row."""
+    weight = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0)).mul(0.02).bfloat16()
+    blocks = Blocks(((weight.numel(), False),), code)
+    row, gathered = torch.empty(blocks.nbytes, dtype=torch.uint8), torch.empty_like(weight)
+    blocks.encode(weight.flatten(), row)
+    blocks.decode(row, gathered.view(-1))
+    for dim in (0, 1):
+        differ = (operand(weight, dim) != operand(gathered, dim)).float().mean().item()
+        assert least <= differ <= most
 
 
 def llama() -> nn.Module:

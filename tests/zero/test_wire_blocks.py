@@ -17,24 +17,30 @@ from dzero import AdamW, OffloadConfig, TorchOptimizer
 RANKS, STEPS, RATE = 4, 3, 0.05
 
 
-def rounded(values: Tensor, bits: int) -> Tensor:
+def rounded(values: Tensor, code: str) -> Tensor:
     """The shard of a matrix after one trip in blocks of 256 elements; other parameters are sent as they are."""
     if values.ndim < 2 or not values.numel():
         return values
-    most = torch.tensor(2.0 ** (bits - 1) - 1)
     pieces = []
     for piece in values.flatten().split(256):
         largest = piece.abs().max()
-        pieces.append(torch.round(piece * (most / largest)) * (largest / most) if largest > 0 else piece)
+        if not largest > 0:
+            pieces.append(piece)
+        elif code == "fp8":
+            scale = torch.exp2(torch.ceil(torch.log2(largest.double() / 448))).float()
+            pieces.append((piece / scale).to(torch.float8_e4m3fn).float() * scale)
+        else:
+            most = torch.tensor(2.0 ** (int(code[-1]) - 1) - 1)
+            pieces.append(torch.round(piece * (most / largest)) * (largest / most))
     return torch.cat(pieces).view_as(values)
 
 
-def by_shards(values: Tensor, bits: int) -> Tensor:
+def by_shards(values: Tensor, code: str) -> Tensor:
     """A whole parameter, each of whose shards made the trip."""
-    return torch.cat([rounded(shard, bits) for shard in values.chunk(RANKS)]) if bits < 32 else values
+    return values if code in ("param", "auto") else torch.cat([rounded(shard, code) for shard in values.chunk(RANKS)])
 
 
-def by_hand(net: str, gather: int, reduce: int, group: int) -> tuple[dict[str, Tensor], list[list[float]]]:
+def by_hand(net: str, gather: str, reduce: str, group: int) -> tuple[dict[str, Tensor], list[list[float]]]:
     """SGD in one process: parameters at the end, and the losses of each step and rank."""
     model = small_decoders.build(net, 0)
     batches = small_decoders.batches(net, steps=STEPS, ranks=RANKS, microbatches=1)
@@ -76,15 +82,15 @@ def steps_of(
 
 
 @pytest.mark.parametrize(
-    ("gather", "reduce", "group"), [("param", "int8", None), ("int8", "auto", None), ("int4", "int4", 2)]
+    ("gather", "reduce", "group"),
+    [("param", "int8", None), ("int8", "auto", None), ("int4", "int4", 2), ("fp8", "fp8", 2)],
 )
 def test_steps_are_those_of_a_loop_that_rounds_by_hand(pool: Pool, gather: str, reduce: str, group: int | None) -> None:
     found = pool.run(steps_of, RANKS, gather, reduce, group)
-    bits = {"param": 32, "auto": 32, "int8": 8, "int4": 4}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        weights, losses = by_hand("uneven", bits[gather], bits[reduce], group or RANKS)
+        weights, losses = by_hand("uneven", gather, reduce, group or RANKS)
     finally:
         torch.set_num_threads(threads)
     for rank, (_, of_rank) in enumerate(found):
