@@ -10,6 +10,7 @@
     reduce int8      param              int8
     reduce fp8       param              fp8
     reduce int4      param              int4 (qgZ)
+    feedback         param              int4, with precision.feedback=true
     int8 and int4    int8               int4, the payloads of ZeRO++ (Wang et al. 2023)
 
 The run is that of `default_runs.py`.
@@ -28,6 +29,7 @@ SIDES = {
     "reduce int8": [*STAGE, "precision.reduce=int8"],
     "reduce fp8": [*STAGE, "precision.reduce=fp8"],
     "reduce int4": [*STAGE, "precision.reduce=int4"],
+    "feedback": [*STAGE, "precision.reduce=int4", "precision.feedback=true"],
     "int8 and int4": [*STAGE, "precision.gather=int8", "precision.reduce=int4"],
 }
 

@@ -249,6 +249,19 @@ STATES = (
 IN_BLOCKS = "precision.reduce=int8|int4|fp8"
 WIRE = (
     idle("precision.gather", "axis.shard=1", "over which nothing is gathered", "", "mesh.dp=1 precision.gather=int8"),
+    idle(
+        "precision.feedback",
+        "precision.reduce!=int8|int4|fp8",
+        "which does not round gradients to blocks",
+        "precision.reduce=int8, int4 or fp8",
+        "precision.feedback=true",
+    ),
+    Rule(
+        "precision.feedback=true precision.param=fp16",
+        "what is left of one loss scale would be added at another",
+        "precision.param=bf16, or precision.feedback=false",
+        "mesh.dp=2 precision.feedback=true precision.reduce=int8 precision.param=fp16",
+    ),
     Rule(
         f"{IN_BLOCKS} axis.shard=1",
         "blocks are summed where gradients are sharded over several ranks",

@@ -72,6 +72,7 @@ class Checkpointer:
         self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer, *, left_out: Collection[str] = ()
     ) -> None:
         self.config, self._optim, self._replica_shards = config, optim, sharded.layout.replica_shards > 1
+        self._sharded = sharded
         self._states = CheckpointStates(sharded, optim, left_out)
         self._device = this_device(torch.device(sharded.mesh.device_type))
         self._saver: Saver | None = None
@@ -120,6 +121,8 @@ class Checkpointer:
     def save(self, step: int, extra: dict[str, Any], local: Mapping[str, torch.Tensor] | None = None) -> None:
         """Save all states as they are now. Collective.
 
+        Residuals of `precision.feedback` are not saved but dropped, here as in a run that resumes.
+
         Args:
             step: Step that the states belong to.
             extra: Plain JSON values; those of rank 0 are saved.
@@ -129,6 +132,7 @@ class Checkpointer:
             CheckpointError: If the save before this one failed, or this one cannot begin.
         """
         self._optim.await_updates()
+        self._sharded.drop_residuals()
         own = {f"{LOCAL}{name}": tensor for name, tensor in (local or {}).items()}
 
         def write(put: Put) -> None:
@@ -213,6 +217,7 @@ class Checkpointer:
         An error that is not damage is raised on all ranks.
         """
         self._optim.synchronize()
+        self._sharded.drop_residuals()
         found: list[Resumed] = []
 
         def take() -> str:

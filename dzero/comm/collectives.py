@@ -27,6 +27,7 @@ from dzero.comm.collective_log import Collective, CollectiveLog
 from dzero.comm.hops import sent_bytes
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import AxisReduction, all_gather_single
+from dzero.comm.residuals import Residuals
 from dzero.comm.spans import span
 from dzero.comm.wire import Blocks, Wire, dtype_on_wire, legs_of_sum
 
@@ -144,6 +145,10 @@ class ReduceGrads(_Buffers):
         wire: Format of the payload.
         ledger: Ledger that counts the collective.
         loans: Loans of the parts to other streams that read them, if any.
+        feedback: Whether what rounding leaves of a payload is added to the next one.
+
+    Attributes:
+        residuals: What rounding left; None at first, and after they were dropped.
     """
 
     def __init__(
@@ -154,7 +159,11 @@ class ReduceGrads(_Buffers):
         wire: Wire,
         ledger: Ledger,
         loans: streams.Loans | None = None,
+        *,
+        feedback: bool = False,
     ) -> None:
+        self.residuals: Residuals | None = None
+        self._feedback = feedback
         self._span, self._unit, self._exchange, self._axis = f"reduce_scatter {unit}", unit, exchange, axis
         self._wire, self._ledger, self._loans = wire, ledger, loans
 
@@ -177,7 +186,9 @@ class ReduceGrads(_Buffers):
         wire = dtype_on_wire(self._wire)
         begun = Collective.of("reduce_scatter", self._unit, self._axis, output_tensor.numel(), wire)
         with span(self._span), self._ledger.collective_log.within(begun, self._exchange.group):
-            self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
+            if self._feedback and self.residuals is None:
+                self.residuals = Residuals.zeros(self._exchange.hops, output_tensor.numel(), input_tensor.device)
+            self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire, self.residuals)
         sent = sent_bytes(legs_of_sum(self._wire, output_tensor.numel(), self._exchange.hops))
         self._ledger.record("reduce", "reduce_scatter", self._axis, wire, sent)
 

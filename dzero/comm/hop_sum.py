@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dzero.comm.hops import Hops
 from dzero.comm.messages import swap
+from dzero.comm.residuals import Residuals, encode
 from dzero.comm.wire import Blocks, Plain, Wire
 
 ALIGNED_BYTES = 16
@@ -74,9 +75,18 @@ class HopSum:
         hops: Route over its ranks.
         pieces: Pieces of a part.
         staging: Memory for payloads and sums, uint8 [`staged_bytes`].
+        residuals: What rounding left of the last payloads; None without error feedback.
     """
 
-    def __init__(self, group: dist.ProcessGroup, hops: Hops, pieces: Sequence[Piece], staging: torch.Tensor) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hops: Hops,
+        pieces: Sequence[Piece],
+        staging: torch.Tensor,
+        residuals: Residuals | None = None,
+    ) -> None:
+        self._residuals = residuals
         self._group, self._hops, self._pieces = group, hops, pieces
         self._ranks, rank = hops.inner * hops.outer, group.rank()
         self._rank, self._place, self._at = rank, rank % hops.inner, rank // hops.inner
@@ -109,7 +119,9 @@ class HopSum:
         outgoing, incoming = (buffer[: math.prod(shape)].view(shape) for buffer in next(self._buffers))
         for owner, part in enumerate(parts):
             row = outgoing[owner % self._hops.inner, owner // self._hops.inner]
-            piece.first.encode(part[piece.start : piece.start + piece.first.elems], row)
+            within = slice(piece.start, piece.start + piece.first.elems)
+            left = None if self._residuals is None else self._residuals.first[owner, within]
+            encode(piece.first, part[within], row, left)
         send, receive = ([rows[r % self._hops.inner] for r in range(self._ranks)] for rows in (outgoing, incoming))
         works = swap(self._group, send=send, receive=receive, ranks=self._hops.inside(self._rank))
         return works, outgoing, incoming
@@ -118,8 +130,9 @@ class HopSum:
         """Return the sum over the groups of this rank's part, from `sums` [outer, elements] of this group."""
         shape = (self._hops.outer, piece.second.nbytes)
         outgoing, incoming = (buffer[: math.prod(shape)].view(shape) for buffer in self._second)
-        for row, total in zip(outgoing, sums, strict=True):
-            piece.second.encode(total, row)
+        for group, (row, total) in enumerate(zip(outgoing, sums, strict=True)):
+            left = None if self._residuals is None else self._residuals.second[group, piece.start :][: total.numel()]
+            encode(piece.second, total, row, left)
         send, receive = ([rows[r // self._hops.inner] for r in range(self._ranks)] for rows in (outgoing, incoming))
         for work in swap(self._group, send=send, receive=receive, ranks=self._hops.across(self._rank)):
             work.wait()

@@ -26,6 +26,7 @@ from dzero.comm import host_sum
 from dzero.comm.hop_sum import HopSum, Piece, pieces_of, staged_bytes
 from dzero.comm.hops import Hops
 from dzero.comm.messages import Chained, swap
+from dzero.comm.residuals import Residuals
 from dzero.comm.wire import Blocks, Wire
 from dzero.utils.torch_internals import gather_method, reduce_scatter_method
 
@@ -54,8 +55,13 @@ class AxisReduction(Protocol):
     hops: Hops
     exact: bool
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: Wire) -> None:
-        """Average `full` [ranks * n] over the axis and write this rank's part to `output` [n], of any float dtype."""
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, wire: Wire, residuals: Residuals | None = None
+    ) -> None:
+        """Average `full` [ranks * n] over the axis and write this rank's part to `output` [n], of any float dtype.
+
+        With `residuals`, payloads in blocks have error feedback.
+        """
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
         """Average `full` [n] over the axis in place."""
@@ -82,9 +88,11 @@ class ExactReduction:
         self.hops = hops or Hops.of(self.ranks)
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: Wire) -> None:
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, wire: Wire, residuals: Residuals | None = None
+    ) -> None:
         """Average `full` exactly, in blocks."""
-        self._average(output, full.view(self.ranks, -1).unbind(), wire)
+        self._average(output, full.view(self.ranks, -1).unbind(), wire, residuals)
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
         """Average this rank's chunk, then gather all chunks; the last ones may be short or empty."""
@@ -136,14 +144,16 @@ class ExactReduction:
         receive[self.rank].copy_(send[self.rank])
         return swap(self.group, send=send, receive=receive)
 
-    def _average(self, output: torch.Tensor, parts: Sequence[torch.Tensor], wire: Wire) -> None:
+    def _average(
+        self, output: torch.Tensor, parts: Sequence[torch.Tensor], wire: Wire, residuals: Residuals | None = None
+    ) -> None:
         """Compute output [n] = round(sum over ranks r, in order, of the payload of r for this rank / ranks)."""
         length = max(part.numel() for part in parts)
         if isinstance(wire, Blocks) or self.hops.outer > 1:
             if length:
                 pieces = _pieces(wire, length, self.hops, output.device.type)
                 staging = self._staged(staged_bytes(pieces, self.hops), output.device)
-                HopSum(self.group, self.hops, pieces, staging).average(output, parts)
+                HopSum(self.group, self.hops, pieces, staging, residuals).average(output, parts)
             return
         block = _block_elems(self.ranks, length, wire, parts[0].dtype, parts[0].device.type)
         buffers = cycle(self._stage(block, wire, parts[0]))
@@ -233,9 +243,11 @@ class NativeReduction:
         self._now = dist.ReduceScatterOptions()
         self._now.asyncOp = False  # for nccl: on the current stream
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: Wire) -> None:
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, wire: Wire, residuals: Residuals | None = None
+    ) -> None:
         """Average in the wire dtype, in the backend's order."""
-        if isinstance(wire, Blocks):
+        if isinstance(wire, Blocks) or residuals is not None:
             raise TypeError("the backend sums elements of a dtype, not blocks")
         target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
         work = _reduce_scatter(self.group, target, self._payload(full, wire), self._now)

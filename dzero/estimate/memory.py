@@ -11,6 +11,7 @@
                                                    reduced buffer of the last; FSDP2 frees each one unit later
     grad          reduced, or whole if they wait   units whose backward has ended; all units if microbatches accumulate
     master, moments                                all that stay on the device
+    residual      of rounding gradients to blocks  all, with error feedback (`precision.feedback`)
     activations                                    with temporaries and the whole gradients of u and of the root
                                                    (`microbatch_costs.py`)
     in flight     other microbatches               of a pipeline: saved activations, and receive buffers
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from dzero.comm.reduction import staged
+from dzero.comm.residuals import residual_bytes
 from dzero.estimate.microbatch_costs import BACKWARD, LOSS, MicrobatchCosts, UnitSpan
 from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.buffer_layout import BufferLayout, moment_fields
@@ -175,6 +177,8 @@ class _Device:
                 else sum(n * dtype.itemsize for each in fields for _, dtype, n in each) * moments // 2
             ),
         }
+        if layout.feedback:
+            self._rest["residual"] = sum(map(self._residuals, units))
         self._kept = {name for name, own in self._own.items() if own.shard > 1 and not own.param.sharded}
         ranks = {name: own.shard for name, own in self._own.items()}
         self._whole = {name: n * self._units[name].shard_elems(n) for name, n in ranks.items()}
@@ -205,6 +209,10 @@ class _Device:
                 before = span.unit
         reduced.append(self._root)
         yield MemoryMoment("update", {**self._rest, "grad": self._grads(reduced), **waiting})
+
+    def _residuals(self, unit: UnitShape) -> int:
+        own = self._own[unit.name]
+        return residual_bytes(own.hops(SHARD, own.shard), unit.shard_elems(own.shard, trainable_only=True))
 
     @property
     def _root(self) -> str:

@@ -22,6 +22,7 @@ STATES: Mapping[str, str] = {
     "grad": "#f0a04b",
     "landing": "#f6c48f",
     "passing": "#f6c48f",
+    "residual": "#f9e0c7",
     "master": "#6ab187",
     "moments": "#a68fce",
     "stage": "#c5b6e0",

@@ -72,6 +72,8 @@ class PrecisionConfig:
     reduce: str = "auto"
     """Payload of the gradient reduction: fp32, bf16, fp16, auto (that of param; that of grad for native sums), or int8,
     int4 or fp8 in blocks (qgZ of ZeRO++)."""
+    feedback: bool = False
+    """Whether what rounding to blocks leaves of a gradient is added to the next one: fp32 residuals on the device."""
     gather: str = "param"
     """Payload of the gathers of parameters: that of param, or int8, int4 or fp8 in blocks (qwZ of ZeRO++)."""
     grad: str = "auto"

@@ -99,6 +99,8 @@ class Layout:
     """Setting `ZeroConfig.unused`."""
     reduce_code: str | None = None
     """Format of codes, if reductions are of blocks (comm/wire.py)."""
+    feedback: bool = False
+    """Setting `PrecisionConfig.feedback`."""
     gather_code: str | None = None
     """Format of codes, if parameters are gathered in blocks."""
     node_ranks: int | None = None
@@ -182,6 +184,7 @@ class Layout:
             pipeline_ranks=pipeline_ranks,
             unused=zero.unused,
             reduce_code=precision.reduce if precision.reduce in FORMATS else None,
+            feedback=precision.feedback,
             gather_code=precision.gather if precision.gather in FORMATS else None,
             node_ranks=zero.node_ranks,
             settings=settings,

@@ -205,6 +205,15 @@ class Sharded:
             for module in unit.modules:
                 module.reshard()
 
+    def drop_residuals(self) -> None:
+        """Forget what rounding to blocks left of gradients (`precision.feedback`).
+
+        `dzero.Checkpointer` does so at every save, so that a run that resumes has the bits of the one that went on.
+        """
+        for unit in self.units:
+            if unit.reduce is not None:
+                unit.reduce.residuals = None
+
     def park(self, where: str = "host", path: str | None = None) -> int:
         """Move all states off the device, between steps, until `unpark`; all ranks call this.
 
@@ -223,7 +232,8 @@ class Sharded:
 
         Raises:
             ValueError: `where` is neither, or a path is given for the host.
-            RuntimeError: States are parked already, or there are gradients of a step that has not ended.
+            RuntimeError: States are parked already, there are gradients of a step that has not ended, or gradients
+                leave residuals (`precision.feedback`).
             MemoryError: The host has too little memory. Nothing has changed.
             DiskError: The disk is too small or fails. Nothing has changed.
         """
@@ -234,6 +244,8 @@ class Sharded:
         self.check_unparked()
         if self._has_gradients():
             raise RuntimeError("park() with gradients of a step that has not ended: call step() or zero_grad() first")
+        if self.layout.feedback:
+            raise RuntimeError("park() leaves the residuals of precision.feedback=true behind: take feedback=false")
         self.reshard()
         paths, device = self.layout.offload.disk.paths, torch.device(self.mesh.device_type)
         path = paths[dist.get_rank() % len(paths)] if path is None else path

@@ -270,7 +270,8 @@ class Sharder:
         name_of = {param: name for name, param in unit.params.items()}
         ordered = unit.shape.ordered([name_of[param] for group in groups_of(module) for param in shards_of(group)])
         wire = unit.layout.reduce_wire(ordered)
-        reduce = ReduceGrads(name, exchange, SHARD, wire, self.ledger, self.loans)
+        reduce = ReduceGrads(name, exchange, SHARD, wire, self.ledger, self.loans, feedback=unit.layout.feedback)
+        unit.reduce = reduce
         module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
         if unit.layout.shard > 1:
             blocks = unit.layout.gather_blocks(ordered)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dzero.comm.collectives import AverageReplicas
+from dzero.comm.collectives import AverageReplicas, ReduceGrads
 from dzero.zero.layout import Layout
 from dzero.zero.offloaded_param import OffDeviceTensor, TensorStorage, memory_of
 from dzero.zero.replica_shards import ReplicaShards
@@ -96,6 +96,7 @@ class Unit:
         modules: Modules of the unit.
         params: Sharded parameters by name in the model, each a DTensor over the shard axis.
         average: Average over the replicas; None for one replica.
+        reduce: Average over the shard axis.
         origin: fp32 values [local shard, or this rank's replica shard] of parameters that were in fp32 and are used
             in 16 bits. The optimizer takes them as masters, and leaves its masters there for the next optimizer.
         buffered: Names of the trained parameters, in the order of FSDP2's buffers.
@@ -118,6 +119,7 @@ class Unit:
     modules: list[FSDPModule]
     params: dict[str, nn.Parameter]
     average: AverageReplicas | None
+    reduce: ReduceGrads | None = None
     origin: dict[str, TensorStorage] = field(default_factory=dict)
     buffered: tuple[str, ...] = ()
     consumer: weakref.ref[GradConsumer] | None = None

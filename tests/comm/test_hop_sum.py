@@ -14,6 +14,7 @@ from torch import Tensor
 from dzero.comm import reduction
 from dzero.comm.hops import Hops
 from dzero.comm.reduction import ExactReduction
+from dzero.comm.residuals import Residuals, residual_bytes
 from dzero.comm.wire import FORMATS, Blocks, Wire
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -106,6 +107,59 @@ def check(rank: int, ranks: int) -> None:
 
 def test_sums_in_hops_and_blocks_are_their_definitions(pool: Pool) -> None:
     pool.run(check, 4)
+
+
+def by_hand(of_ranks: list[Tensor], wire: Blocks, hops: Hops, left: dict[tuple[str, int], Tensor]) -> Tensor:
+    """The contract of feedback: what a hop sends is rounded together with what rounding left, in `left`, before."""
+
+    def payload(hop: str, of: int, values: Tensor) -> Tensor:
+        wanted = left.get((hop, of), torch.zeros(ELEMS)) + values
+        got = rounded(wanted, wire)
+        left[hop, of] = wanted - got
+        return got
+
+    groups = []
+    for first in range(0, len(of_ranks), hops.inner):
+        total = payload("first", first, of_ranks[first])
+        for rank in range(first + 1, first + hops.inner):
+            total = total + payload("first", rank, of_ranks[rank])
+        groups.append(payload("second", first, total) if hops.outer > 1 else total)
+    total = groups[0]
+    for group in groups[1:]:
+        total = total + group
+    return total * torch.tensor(1.0 / len(of_ranks))
+
+
+def check_feedback(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    mine = slice(rank * ELEMS, (rank + 1) * ELEMS)
+    for code, hops in itertools.product(FORMATS, (Hops(ranks), Hops(2, ranks // 2))):
+        exact, wire, output = ExactReduction(group, hops), Blocks(SIZES, code), torch.empty(ELEMS)
+        residuals, left = Residuals.zeros(hops, ELEMS, torch.device("cpu")), dict[tuple[str, int], Tensor]()
+        assert residuals.first.nbytes + residuals.second.nbytes == residual_bytes(hops, ELEMS)
+        full = drawn(ranks, ranks * ELEMS)
+        for step in range(3):
+            of_step = [each.roll(step) for each in full]
+            exact.reduce_scatter(output, of_step[rank], wire, residuals)
+            assert torch.equal(output, by_hand([each[mine] for each in of_step], wire, hops, left)), (code, hops, step)
+        mean, sums = torch.stack(full).mean(0)[mine], [torch.zeros(ELEMS) for _ in range(2)]
+        for _ in range(30):
+            for total, added in zip(sums, (residuals, None), strict=True):
+                exact.reduce_scatter(output, full[rank], wire, added)
+                total += output
+        with_it, without = ((total - 30 * mean).abs().max() for total in sums)
+        assert with_it < without / 5, (code, hops)
+        full[0][::ELEMS] = torch.inf  # in the first block of every part
+        exact.reduce_scatter(output, full[rank], wire, residuals)
+        assert output.isnan().any()
+        exact.reduce_scatter(output, torch.ones(ranks * ELEMS), wire, residuals)
+        assert output.isfinite().all()
+
+
+def test_feedback_adds_what_rounding_left_to_the_next_payload(pool: Pool) -> None:
+    """To the bit; sums over many steps stay near the truth, and an overflow is forgotten."""
+    pool.run(check_feedback, 4)
 
 
 @pytest.mark.parametrize("code", FORMATS)

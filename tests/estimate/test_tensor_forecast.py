@@ -105,6 +105,22 @@ def test_the_peak_of_states_over_all_ranks_is_predicted(pool: Pool) -> None:
     assert memory.peak.total_bytes + memory.staging == pytest.approx(told["peak"], rel=0.015)
 
 
+def test_the_peak_with_residuals_of_feedback_is_predicted(pool: Pool) -> None:
+    """Two hops over four ranks: a residual of all elements and one of half of them, in fp32."""
+    precision = {"param": "bf16", "reduce": "int4"}
+    peaks = []
+    for feedback in (False, True):
+        run = Run(dp=4, tp=1, stage=2, node_ranks=2, precision=precision | {"feedback": feedback}, wide=True)
+        told = pool.run(measured, run.ranks, run, timeout_s=300)[0]
+        model = model_of(run).to(torch.bfloat16)
+        foreseen = costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))
+        memory = memory_of(told["layout"], told["shapes"], foreseen, "cpu")
+        peaks.append((memory.peak.total_bytes + memory.staging, told["peak"]))
+    predicted, real = (after - before for before, after in zip(*peaks, strict=True))
+    assert predicted == memory.peak.kinds["residual"] == pytest.approx(real, rel=0.02)
+    assert peaks[1][0] == pytest.approx(peaks[1][1], rel=0.05)
+
+
 def test_a_run_whose_model_tp_does_not_divide_is_refused_before_it_starts(tmp_path: Path) -> None:
     """Of a transformers model the settings do not tell how many heads it has."""
     sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}

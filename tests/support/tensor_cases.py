@@ -57,7 +57,8 @@ class Run:
     wide: bool = False
     gpt2: bool = False
     steps: int = STEPS
-    precision: dict[str, str] = field(default_factory=lambda: {"param": "fp32"})
+    node_ranks: int | None = None
+    precision: dict[str, Any] = field(default_factory=lambda: {"param": "fp32"})
 
     @property
     def ranks(self) -> int:
@@ -79,7 +80,7 @@ def build(run: Run) -> Made:
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     sharded = shard(
         cut,
-        ZeroConfig(stage=run.stage, optimizer_shard_axes=[*run.optimizer_shard_axes]),
+        ZeroConfig(stage=run.stage, optimizer_shard_axes=[*run.optimizer_shard_axes], node_ranks=run.node_ranks),
         precision=PrecisionConfig(**run.precision),
         offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
         microbatches=run.microbatches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pool import Pool
 from torch import Tensor, nn
 from training_loops import params_of, sharded_net, train, unequal
 
-from dzero import AdamW, OffloadConfig, TorchOptimizer
+from dzero import AdamW, CheckpointConfig, Checkpointer, OffloadConfig, TorchOptimizer
 
 RANKS, STEPS, RATE = 4, 3, 0.05
 
@@ -106,18 +107,44 @@ CELLS: list[dict[str, Any]] = [
 ]
 
 
-def trained(rank: int, ranks: int) -> list[list[str]]:
+def trained(rank: int, ranks: int, feedback: bool) -> list[list[str]]:
     """Names of what differs from stage 3, for each cell."""
-    results = []
+    results, precision = [], {"param": "bf16", "gather": "int8", "reduce": "int4", "feedback": feedback}
     for cell in [{"stage": 3}, *CELLS]:
-        sharded = sharded_net("uneven", param="bf16", gather="int8", reduce="int4", node_ranks=2, **cell)
+        sharded = sharded_net("uneven", node_ranks=2, **precision, **cell)
         losses = train(sharded, AdamW(sharded, lr=1e-2), "uneven", steps=STEPS)
         results.append(params_of(sharded) | {"losses": torch.tensor(losses)})
     return [unequal(each, results[0]) for each in results[1:]]
 
 
-def test_stages_and_tiers_have_the_same_bits(pool: Pool) -> None:
-    assert pool.run(trained, RANKS)[0] == [[] for _ in CELLS]
+@pytest.mark.parametrize("feedback", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_stages_and_tiers_have_the_same_bits(pool: Pool, feedback: bool) -> None:
+    assert pool.run(trained, RANKS, feedback)[0] == [[] for _ in CELLS]
+
+
+def resumed(rank: int, ranks: int, folder: str) -> list[str]:
+    """Names of what differs between a run that went on and one that resumed; both had residuals before."""
+    kind: dict[str, Any] = {"stage": 3, "param": "bf16", "reduce": "int4", "feedback": True}
+    ends = []
+    for name in ("first", "second"):
+        sharded = sharded_net("uneven", seed=len(ends), **kind)
+        optim = AdamW(sharded, lr=1e-2)
+        train(sharded, optim, "uneven", steps=2, seed=len(ends))
+        assert all(unit.reduce and unit.reduce.residuals for unit in sharded.units)
+        with Checkpointer(CheckpointConfig(folder=folder), sharded, optim) as checkpoints:
+            if name == "first":
+                checkpoints.save(2, {})
+                checkpoints.finish()
+            else:
+                assert checkpoints.resume(folder) is not None
+        losses = train(sharded, optim, "uneven", steps=2, seed=7)
+        ends.append(params_of(sharded) | {"losses": torch.tensor(losses)})
+    return unequal(*ends)
+
+
+def test_a_run_that_resumes_has_the_bits_of_the_one_that_went_on(pool: Pool, tmp_path: Path) -> None:
+    """Residuals are not saved, so that a save drops them."""
+    assert pool.run(resumed, 2, str(tmp_path)) == [[], []]
 
 
 def overflowed(rank: int, ranks: int) -> tuple[bool, list[str]]:
