@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +24,7 @@ RANKS = "test_four_ranks.py"
 
 def tests(device: Device, found: Findings) -> None:
     """Run those of one rank. Raises SystemExit where one failed or none ran."""
-    words = [*map(str, paths()), "-m", "gpu"]
+    words = [*map(str, paths()), "-m", "gpu", *side_by_side()]
     if not device.on_gpu:
         found.stand_in("tests/gpu/test_one_gpu.py skips itself, and tests/test_hardware.py runs in place of the others")
         words = [
@@ -33,6 +34,12 @@ def tests(device: Device, found: Findings) -> None:
             "not slow",
         ]
     _run(words, found)
+
+
+def side_by_side() -> list[str]:
+    """Return the words that let several processes share the GPU, where pytest-xdist is there and cores are many."""
+    workers = min(7, (os.cpu_count() or 1) // 2)
+    return ["-n", str(workers)] if workers > 1 and find_spec("xdist") is not None else []
 
 
 def ranks(device: Device, found: Findings) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 COMMIT = ""
-"""Of the tree, where git cannot tell it: a copy without its history, or a machine without git."""
+"""Of the tree, where git cannot tell it: a copy with no history or another, or a machine without git."""
 PACKAGES = ("torch", "deepspeed", "numba", "torchao", "transformers", "accelerate")
 
 
@@ -145,7 +145,7 @@ def _commit() -> str:
         dirty = subprocess.run([*git, "status", "--porcelain", ":/dzero"], capture_output=True, text=True).stdout
     except OSError:
         return COMMIT
-    return head + ("+changes" if dirty else "") if head else COMMIT
+    return COMMIT or head + ("+changes" if dirty and head else "")
 
 
 def _gpu() -> dict[str, Any]:

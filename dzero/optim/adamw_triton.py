@@ -139,12 +139,12 @@ def _update_chunk(  # type: ignore[no-untyped-def]
         tl.store(works, new.to(tl.float16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["params"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["param_count"])  # type: ignore[untyped-decorator]
 def adamw_kernel(  # type: ignore[no-untyped-def]
     states,
     chunks,
     dynamic,
-    params,
+    param_count,
     GRAD: tl.constexpr,
     WORK: tl.constexpr,
     MASTER: tl.constexpr,
@@ -162,9 +162,9 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * BLOCK
     grad = tl.load(dynamic + param)
     if grad != 0:
-        seed = tl.load(dynamic + params + param).to(tl.uint32)
-        row = tl.load(dynamic + 2 * params + param)
-        scalars = (dynamic + 3 * params).to(tl.pointer_type(tl.float32)) + 9 * row
+        seed = tl.load(dynamic + param_count + param).to(tl.uint32)
+        row = tl.load(dynamic + 2 * param_count + param)
+        scalars = (dynamic + 3 * param_count).to(tl.pointer_type(tl.float32)) + 9 * row
         state = states + 7 * param
         work, master, remainder = tl.load(state), tl.load(state + 1), tl.load(state + 2)
         m, v = tl.load(state + 3), tl.load(state + 4)

@@ -144,7 +144,9 @@ def test_overlap_modes_agree_to_the_bit_and_follow_the_resident_run(param: str, 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_states_on_disk_give_the_bits_of_states_on_the_host(tmp_path: Path, param: str, microbatches: int) -> None:
     precision = PrecisionConfig(param=param)
-    disk = DiskConfig(paths=[str(tmp_path)], block_bytes=8192)
+    states = tmp_path / "states"
+    states.mkdir()
+    disk = DiskConfig(paths=[str(states)], block_bytes=8192)
 
     def run(tier: str, overlap: str) -> tuple[dict[str, torch.Tensor], list[float]]:
         more = {"disk": disk} if tier == "disk" else {}
@@ -156,7 +158,7 @@ def test_states_on_disk_give_the_bits_of_states_on_the_host(tmp_path: Path, para
         other, other_norms = run("disk", overlap)
         assert other_norms == norms
         assert all(torch.equal(first[name], other[name]) for name in first)
-    assert list(tmp_path.iterdir()) == []
+    assert list(states.iterdir()) == []
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward", "delayed"])
@@ -196,7 +198,7 @@ def test_parameters_on_the_host_leave_the_gpu_and_come_back_through_state_dicts(
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     sharded = shard(model, ZeroConfig(stage=3), offload=everything, mesh=make_mesh("cuda"))
-    optim = AdamW(sharded, lr=1e-2)
+    optim = AdamW(sharded, lr=1e-4)
     assert torch.cuda.memory_allocated() - before < 2 * width * width  # less than one layer of bf16
     batch = torch.randn(16, width, device="cuda", dtype=torch.bfloat16)
 

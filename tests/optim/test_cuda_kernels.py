@@ -202,7 +202,7 @@ def compile_for(variant: Variant, architecture: int = 90, **options: bool) -> An
         "FOLLOWS": variant.follows,
         "BLOCK": BLOCK_ELEMS,
     }
-    signature = {"states": "*i64", "chunks": "*i32", "dynamic": "*i64", "params": "i32"}
+    signature = {"states": "*i64", "chunks": "*i32", "dynamic": "*i64", "param_count": "i32"}
     signature |= dict.fromkeys(constants, "constexpr")
     kernel = ASTSource(source.adamw_kernel, signature, constexprs=constants)
     target = GPUTarget("cuda", architecture, 32)
