@@ -112,6 +112,8 @@ STEPS = {
     "recompiles": Step("what is compiled again after the first step", 150, _recompiles),
     "train": Step("whether the whole program trains, saves and goes on", 120, _whole),
     "gpu_1b": Step("how much of the GPU a 1 B model uses", 240, benchmark("gpu_1b", "--steps 10", "--stages 0 3")),
+    "gpu_plan": Step("predicted over measured peaks", 240, benchmark("gpu_plan", "--models 1b", "--tokens 32")),
+    "gpu_sums": Step("what sums of squares cost", 90, benchmark("gpu_sums", "--rounds 7", "--rounds 1")),
     "gpu_offload": Step(
         "offloaded over resident speed",
         300,
@@ -121,8 +123,6 @@ STEPS = {
             "--sides dzero_resident dzero_forward",
         ),
     ),
-    "gpu_plan": Step("predicted over measured peaks", 240, benchmark("gpu_plan", "--models 1b", "--tokens 32")),
-    "gpu_sums": Step("what sums of squares cost", 90, benchmark("gpu_sums", "--rounds 7", "--rounds 1")),
 }
 INJECTED = {"fail": Step("a failure", 60, _fail), "hang": Step("a hang", 4, _hang)}
 

@@ -431,6 +431,16 @@ def test_a_table_without_elements_does_nothing() -> None:
     assert table.launches == 0
 
 
+@pytest.mark.parametrize("module", ["optim.adamw_triton", "optim.sums_triton", "comm.block_triton"])
+def test_no_argument_of_a_kernel_has_a_name_that_tritons_binder_uses(module: str) -> None:
+    """The function that triton generates for a launch, which only a GPU calls, has these as its own names."""
+    source = vars(triton_module(f"dzero.{module}"))
+    arguments = {name: set(value.arg_names) for name, value in source.items() if hasattr(value, "arg_names")}
+    assert arguments
+    taken = {"params", "specialization", "options", "backend", "specialize_impl", "JITCallable"}
+    assert {name: names & taken for name, names in arguments.items() if names & taken} == {}
+
+
 def test_what_to_install_is_said_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "dzero.optim.adamw_triton", raising=False)
