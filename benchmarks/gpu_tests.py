@@ -37,7 +37,10 @@ def tests(device: Device, found: Findings) -> None:
 
 
 def side_by_side() -> list[str]:
-    """Return the words that let several processes share the GPU, where pytest-xdist is there and cores are many."""
+    """Return the words that let several processes share the GPU, where pytest-xdist is there and cores are many.
+
+    Tests in other processes have no limit of `TEST_S` each: one that hangs ends with the step.
+    """
     workers = min(7, (os.cpu_count() or 1) // 2)
     return ["-n", str(workers)] if workers > 1 and find_spec("xdist") is not None else []
 
@@ -70,7 +73,7 @@ def paths() -> list[Path]:
 
 
 class Heard:
-    """A plugin of pytest that counts outcomes, keeps the text of failures, and ends what takes `TEST_S`."""
+    """A plugin of pytest that counts outcomes, keeps the text of failures, and ends what takes `TEST_S` in this process."""
 
     def __init__(self, found: Findings) -> None:
         self._found, self.running = found, ""
