@@ -73,7 +73,7 @@ def paths() -> list[Path]:
 
 
 class Heard:
-    """A plugin of pytest that counts outcomes, keeps the text of failures, and ends what takes `TEST_S` in this process."""
+    """A plugin of pytest that counts outcomes, keeps the text of failures, and ends what takes `TEST_S` here."""
 
     def __init__(self, found: Findings) -> None:
         self._found, self.running = found, ""
