@@ -5,6 +5,7 @@
     dzero_forward      grad, master, moments; overlap=forward      2 + 16    with new weights on their way
     dzero_backward     the same; overlap=backward                  2 + 28    and room to undo every unit
     dzero_host_all     parameters too; stage 3, overlap=forward    0 + 16
+    dzero_fetch_fp8    the same; copied to the device as fp8       0 + 17    and what is copied
     dzero_disk         grad; master and moments are on disk        2 + 2     and room for the units under way
     dzero_infinity     none; stage 3, all four kinds on disk       0 + 0     the same
     fsdp2_cpu          all: CPUOffloadPolicy, fp32 parameters      0 + 16    torch's fused AdamW on the host
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from workload import loss_of
 
-from dzero import AdamW, OffloadConfig, ZeroConfig, make_mesh, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
 from dzero.models.build import build, count, materialiser
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import apply_blocks
@@ -114,7 +115,7 @@ class Side:
         return found
 
 
-def dzero_side(setting: Setting, **offload: Any) -> Side:
+def dzero_side(setting: Setting, fetch: str = "param", **offload: Any) -> Side:
     """The library; without `offload` every state is on the device."""
     model, fill = setting.model()
     if offload.get("overlap") == "backward":
@@ -123,7 +124,8 @@ def dzero_side(setting: Setting, **offload: Any) -> Side:
     if "disk" in offload.values():
         offload["disk"] = setting.disk
     where = OffloadConfig(**offload) if offload else None
-    sharded = shard(model, zero, offload=where, mesh=make_mesh(setting.device.type), init=fill)
+    precision, mesh = PrecisionConfig(fetch=fetch), make_mesh(setting.device.type)
+    sharded = shard(model, zero, precision=precision, offload=where, mesh=mesh, init=fill)
     return Side(setting, sharded.model, AdamW(sharded, **ADAM, max_norm=setting.max_norm))
 
 
@@ -181,6 +183,9 @@ SIDES = {
     "dzero_forward": Recipe(partial(dzero_side, **HOST, overlap="forward"), 4, 16, goal=True),
     "dzero_backward": Recipe(partial(dzero_side, **HOST, overlap="backward"), 4, 28, goal=True),
     "dzero_host_all": Recipe(partial(dzero_side, **HOST, param="host", overlap="forward"), 0, 18, goal=True),
+    "dzero_fetch_fp8": Recipe(
+        partial(dzero_side, **HOST, param="host", overlap="forward", fetch="fp8"), 0, 19, goal=True
+    ),
     "dzero_disk": Recipe(partial(dzero_side, **DISK, overlap="forward"), 4, 8),
     "dzero_infinity": Recipe(partial(dzero_side, **ALL_DISK, overlap="forward"), 0, 8),
     "fsdp2_cpu": Recipe(fsdp2_side, 0, 32),

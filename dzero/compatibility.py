@@ -249,6 +249,26 @@ STATES = (
 IN_BLOCKS = "precision.reduce=int8|int4|fp8"
 WIRE = (
     idle("precision.gather", "axis.shard=1", "over which nothing is gathered", "", "mesh.dp=1 precision.gather=int8"),
+    Rule(
+        "precision.fetch offload.param=device offload.frozen=device|null",
+        "where parameters stay on the device",
+        "offload.param=host",
+        "zero.stage=3 precision.fetch=fp8",
+        also=lambda run: not run.values.get("auto", False),  # which chooses the tier
+        idle=True,
+    ),
+    *(
+        Rule(
+            f"precision.fetch!=param offload.{kind}=disk",
+            "what is loaded from disk is copied as it is stored",
+            f"precision.fetch=param, or offload.{kind}=host",
+            f"{example} precision.fetch=fp8 offload.{kind}=disk",
+        )
+        for kind, example in (
+            ("param", "zero.stage=3 offload.master=disk offload.moments=disk offload.grad=disk"),
+            ("frozen", f"{OF_A_FOLDER} zero.stage=3"),
+        )
+    ),
     idle(
         "precision.feedback",
         "precision.reduce!=int8|int4|fp8",

@@ -16,9 +16,9 @@ bits depend on the block alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -40,10 +40,12 @@ class Blocks:
     Attributes:
         sizes: For each parameter, the elements of its shard in the part, and whether they are sent whole.
         code: Format of a code, a key of `FORMATS`.
+        starts: First element of each parameter in the tensors to encode or decode; (): one after the other.
     """
 
     sizes: tuple[tuple[int, bool], ...]
     code: str
+    starts: tuple[int, ...] = ()
 
     @property
     def bits(self) -> int:
@@ -75,6 +77,21 @@ class Blocks:
             return
         kernel = encode_kernel(code=self.code, bf16=source.dtype == torch.bfloat16)
         kernel(*self._tables, as_array(wide), as_array(codes), as_array(source))
+
+    def encoders(self, source: torch.Tensor, row: torch.Tensor, count: int) -> list[Callable[[], None]]:
+        """Return about `count` functions that together do what `encode` does; in host memory, for as many threads."""
+        source = source.float() if source.dtype == torch.float16 else source
+        wide, codes, values = *map(as_array, self._sections(row)), as_array(source)
+        blocks, whole = self._tables
+        kernel = encode_kernel(code=self.code, bf16=source.dtype == torch.bfloat16)
+        length = max(1, -(-len(blocks) // count))
+        return [
+            partial(kernel, blocks[:0], whole, wide, codes, values),
+            *(
+                partial(kernel, blocks[at : at + length], whole[:0], wide[at:], codes, values)
+                for at in range(0, len(blocks), length)
+            ),
+        ]
 
     def decode(self, row: torch.Tensor, target: torch.Tensor) -> None:
         """Write the values of `row`, uint8 [>= nbytes], to `target` [elems], rounded to its dtype."""
@@ -135,7 +152,8 @@ class Blocks:
     def _tables(self) -> tuple[Array, Array]:
         """The kernels' `blocks` and `whole`."""
         blocks, runs, start, codes = list[Sequence[int]](), list[Sequence[int]](), 0, 0
-        for elems, is_whole in self.sizes:
+        for index, (elems, is_whole) in enumerate(self.sizes):
+            start = self.starts[index] if self.starts else start
             if is_whole:
                 runs.append((start, elems, 0))
             for first in range(0, 0 if is_whole else elems, BLOCK_ELEMS):

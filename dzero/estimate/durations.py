@@ -163,6 +163,10 @@ class Durations:
         memory_s = self._over(count, self._share.host_memory, "host_memory_bandwidth")
         return max(memory_s, self._over(elems, self._share.update_elems_per_s, "update_elems_per_s"))
 
+    def encoded(self, count: int) -> float:
+        """Return the seconds in which the host reads and writes `count` bytes to encode parameters."""
+        return self._over(count, self._share.host_memory, "host_memory_bandwidth")
+
     def read(self, count: int) -> float:
         """Return the seconds to read `count` bytes from disk."""
         return self._over(count, self._share.disk_read, "disk_read")

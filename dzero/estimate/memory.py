@@ -168,6 +168,12 @@ class _Device:
                 self._away[name] += count
             else:
                 rest[kind] += count
+        buffer_layout = BufferLayout(layout, units)
+        self._ahead = {
+            name: count
+            + sum(each.blocks.nbytes - each.blocks.elems * itemsize for each in buffer_layout.payloads[name])
+            for name, count in self._away.items()
+        }
         self._rest = {
             **rest,
             "master": masters * layout.master.dtype.itemsize if layout.param.dtype != torch.float32 else 0,
@@ -183,7 +189,7 @@ class _Device:
         ranks = {name: own.shard for name, own in self._own.items()}
         self._whole = {name: n * self._units[name].shard_elems(n) for name, n in ranks.items()}
         self._trained = {name: n * self._units[name].shard_elems(n, trainable_only=True) for name, n in ranks.items()}
-        at_once = away["grad"] if BufferLayout(layout, units).accumulates_on_host else frozenset[str]()
+        at_once = away["grad"] if buffer_layout.accumulates_on_host else frozenset[str]()
         self._accumulate = {name: self._reduced(name, at_once, 1) for name in self._order}
         self._stay = {
             name: self._reduced(name, away["grad"] | away["master"], own.replica_shards)
@@ -221,7 +227,7 @@ class _Device:
     def _during(self, span: UnitSpan, reduced: Sequence[str], before: str, stays: Collection[str]) -> dict[str, int]:
         backward = span.direction == BACKWARD
         return {
-            "param": self._rest["param"] + self._away.get(self._coming(span), 0),
+            "param": self._rest["param"] + self._ahead.get(self._coming(span), 0),
             "unsharded": self._unsharded(span.unit, stays),
             "buffers": self._gathered(span, backward) + (self._reducing(before) if before else 0),
             "grad": self._grads(reduced),

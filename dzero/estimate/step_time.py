@@ -88,7 +88,8 @@ def pace_of(
         },
         UPDATE: take.updated_on_device(sum(each.device_elems for each in moves)),
         HOST_LINK: take.copied(moved.out + moved.back if hardware.devices_are_host else max(moved.out, moved.back)),
-        HOST_UPDATE: take.updated(sum(each.host_elems for each in moves)),
+        HOST_UPDATE: take.updated(sum(each.host_elems for each in moves))
+        + take.encoded(sum(each.encoded for each in moves)),
         DISK: take.read(moved.read) + take.written(moved.written),
     }
     if layout.pipeline_ranks > 1:

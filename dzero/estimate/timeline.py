@@ -46,9 +46,9 @@ from dzero.zero.unit_shapes import UnitShape
 OUT, BACK = "device to host", "host to device"
 LANES = (COMPUTE, TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, UPDATE, OUT, BACK, HOST_UPDATE, DISK)
 EXCHANGE, ALL_GATHER, DECIDE = "exchange", "all_gather", "decide"
-EVICT, FETCH, LOAD, SPILL = "evict", "fetch", "load", "spill"
+EVICT, FETCH, LOAD, SPILL, ENCODE = "evict", "fetch", "load", "spill", "encode"
 COLLECTIVES = (EXCHANGE, ALL_GATHER, "reduce_scatter", "all_reduce", DECIDE)
-KINDS = (FORWARD, BACKWARD, *COLLECTIVES, EVICT, FETCH, UPDATE, LOAD, SPILL)
+KINDS = (FORWARD, BACKWARD, *COLLECTIVES, EVICT, FETCH, UPDATE, ENCODE, LOAD, SPILL)
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ class _Step:
         self._issued_s = [0.0] * (2 + layout.offload.prefetch_units)
         self._fresh_s = dict.fromkeys(self._order, 0.0)
         self._to_update: list[str] = []
+        self._encoded: set[str] = set()
         self._updates: Iterator[str] = iter(())
         self._reduced_s, self._evicted_s = (dict.fromkeys(self._order, 0.0) for _ in range(2))
 
@@ -214,6 +215,9 @@ class _Step:
             load_s, fetch_s = self._issued_s[-2 - layout.offload.prefetch_units], self._issued_s[-2]
             disk_s, host_s = take.read(moves.disk_param + moves.disk_frozen), take.copied(moves.param + moves.frozen)
             loaded_s = self.lanes.add(DISK, LOAD, name, disk_s, fresh_s, load_s)
+            if name not in self._encoded:
+                self._encoded.add(name)
+                loaded_s = self.lanes.add(HOST_UPDATE, ENCODE, name, take.encoded(moves.encoded), loaded_s)
             fetched_s = self.lanes.add(BACK, FETCH, name, host_s, loaded_s, fetch_s)
             there_s = max(there_s, fetched_s)
         for each in self._of(direction, index, name):

@@ -13,14 +13,14 @@ copies                       gradients of parameters that tp replicates, summed 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dzero.comm.ledger import Traffic
 from dzero.estimate.durations import of_experts
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, STATES_ALONE, MicrobatchCosts
 from dzero.mesh import PIPELINE, TENSOR
-from dzero.offload.buffer_layout import BufferLayout
+from dzero.offload.buffer_layout import BufferLayout, Payload
 from dzero.offload.build_schedule import update_order
 from dzero.zero.cost_model import copies_of, expected_control, expected_copies, expected_traffic
 from dzero.zero.layout import Layout
@@ -33,7 +33,8 @@ from dzero.zero.unit_shapes import UnitShape
 class UnitTransfers:
     """Bytes of one unit per transfer, and the elements that host and device update; `copies` counts collectives.
 
-    `decoded` are the bytes that the device reads and writes to decode quantized weights for one use.
+    `decoded` are the bytes that the device reads and writes to decode quantized weights, or payloads, for one use, and
+    `encoded` those that the host reads and writes to make payloads after an update.
     """
 
     param: int
@@ -41,6 +42,7 @@ class UnitTransfers:
     frozen: int
     disk_frozen: int
     decoded: int
+    encoded: int
     grad: int
     disk_grad: int
     late_grad: int
@@ -64,7 +66,7 @@ class StepTransfers:
         decisions: Number of collectives of a few numbers, by axis.
         out, back: Bytes from device to host and from host to device.
         read, written: Bytes from and to disk.
-        decoded: Bytes that the device reads and writes to decode quantized weights.
+        decoded: Bytes that the device reads and writes to decode quantized weights and payloads.
     """
 
     units: Mapping[str, UnitTransfers]
@@ -87,7 +89,6 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
     found = {}
     for unit in units:
         own = layout.of_unit(unit)
-        shards = {param.name: param.shard_elems(own.shard) for param in unit.params}
         replica_shards = {param.name: param.shard_elems(own.shard, own.replica_shards) for param in unit.params}
         copies = copies_of(layout, unit)
         trained = {param.name for param in unit.params if param.trainable}
@@ -95,14 +96,18 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
         def elems(names: Iterable[str], replica_shards: dict[str, int] = replica_shards) -> int:
             return sum(replica_shards.get(name, 0) for name in names)
 
-        param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
-        frozen = sum(p.shard_bytes(own.shard, working) for p in unit.params if p.name in away[FROZEN])
+        grad, payloads = elems(away["grad"]) * gradient, buffer_layout.payloads[unit.name]
+        param, frozen = (_fetched(unit, own, kind, away[kind], payloads) for kind in ("param", FROZEN))
+        in_blocks = sum(each.blocks.elems for each in payloads) * working
+        sent = sum(each.blocks.nbytes for each in payloads)
+        weights = sum(int(p.elems * p.codec.decode_bytes(working)) for p in unit.params if p.codec is not None)
         found[unit.name] = UnitTransfers(
             param=param,
             disk_param=param if on_disk["param"] else 0,
             frozen=frozen,
             disk_frozen=frozen if on_disk[FROZEN] else 0,
-            decoded=sum(int(p.elems * p.codec.decode_bytes(working)) for p in unit.params if p.codec is not None),
+            decoded=weights + sent + in_blocks,
+            encoded=sum(each.blocks.nbytes + each.blocks.elems * working for each in payloads if not _is_frozen(each)),
             grad=grad,
             disk_grad=grad if on_disk["grad"] else 0,
             late_grad=elems(away["master"] - away["grad"]) * gradient,
@@ -159,6 +164,20 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts 
         written=sum(unit.disk_param + reductions * unit.disk_grad + unit.written_states for unit in each),
         decoded=sum(uses[name] * unit.decoded for name, unit in moves.items()),
     )
+
+
+def _is_frozen(payload: Payload) -> bool:
+    """Return whether a payload is of frozen parameters, which are encoded once."""
+    return payload.source.slot.startswith(FROZEN)
+
+
+def _fetched(unit: UnitShape, own: Layout, kind: str, away: Collection[str], payloads: Sequence[Payload]) -> int:
+    """Return the bytes of a unit's parameters of one kind that are copied to the device for one use."""
+    in_blocks = {name for payload in payloads for name in payload.names}
+    stored = [param for param in unit.params if param.name in away and param.name not in in_blocks]
+    sent = [payload for payload in payloads if _is_frozen(payload) is (kind == FROZEN)]
+    as_stored = sum(param.shard_bytes(own.shard, own.param.dtype.itemsize) for param in stored)
+    return as_stored + sum(payload.blocks.nbytes for payload in sent)
 
 
 def _states_read(buffer_layout: BufferLayout, units: Sequence[UnitShape]) -> dict[str, int]:

@@ -6,6 +6,7 @@
     grad <unit>       gradients, laid out as FSDP2's reduced buffer        grad's tier is host, or the host updates
     master <unit>     fp32 masters or 16-bit remainders                    master's tier is host
     moments <unit>    both moments                                         moments' tier is host
+    payload <unit>    parameters as blocks, for the device to decode       precision.fetch is not that of param
     work <unit>       new working copies on their way to the device        the host updates, except in fp32
                       or to the param slot
     landing 0, 1      gradients of a later microbatch, to be added         gradients accumulate on the host
@@ -35,6 +36,7 @@ from itertools import product
 
 import torch
 
+from dzero.comm.wire import Blocks
 from dzero.offload.memory_pool import aligned
 from dzero.offload.schedule import BufferSlot
 from dzero.zero.layout import Layout
@@ -68,6 +70,25 @@ class SlotPair:
     disk: str
 
 
+@dataclass(frozen=True)
+class Payload:
+    """Parameters of a unit that are fetched in blocks, all of one host slot.
+
+    Attributes:
+        names: Names of the parameters.
+        source: The slot up to their end, in their dtype.
+        place: Location of the payload.
+        blocks: Format, for parameters that lie one after the other.
+        within: Format, for parameters in their places in `source`.
+    """
+
+    names: tuple[str, ...]
+    source: BufferSlice
+    place: BufferSlice
+    blocks: Blocks
+    within: Blocks
+
+
 class BufferLayout:
     """Location of every offloaded state of every parameter; allocates no memory.
 
@@ -78,7 +99,9 @@ class BufferLayout:
 
     Attributes:
         at: Location by (parameter name, key). The key is a kind of state, "remainder", "work", "landing", or a key of
-            `moment_fields`; "undo <key>" is where a speculative update saves the state.
+            `moment_fields`; "undo <key>" is where a speculative update saves the state. The location of a payload is
+            that of (host slot that it is made of, "payload").
+        payloads: What each unit is fetched as, except for parameters that are fetched as they are stored.
         early: Names of units that may be updated before the step is decided.
     """
 
@@ -93,6 +116,7 @@ class BufferLayout:
             shard = layout.of_unit(unit).shard
             for param in unit.params:
                 self._place(unit.name, index, param, shard)
+        self.payloads = {unit.name: tuple(self._place_payloads(unit)) for unit in units}
         self.early = self._place_undo()
 
     def on_host(self, kind: str, name: str) -> bool:
@@ -185,6 +209,32 @@ class BufferLayout:
             sizes[slot] = max(sizes.get(slot, 0), used)
         on_disk = (BufferSlot(name, size, "disk") for name, size in self.piece_bytes().items())
         return (*(BufferSlot(name, size) for name, size in sizes.items()), *on_disk)
+
+    def _place_payloads(self, unit: UnitShape) -> Iterator[Payload]:
+        """Place the payloads of a unit, one for each slot with matrices that are not quantized already."""
+        if (code := self.layout.fetch_code) is None:
+            return
+        by_slot: dict[str, list[ParamShape]] = {}
+        for param in unit.params:
+            if param.codec is None and self.on_host("param" if param.trainable else FROZEN, param.name):
+                by_slot.setdefault(self.at[param.name, "param"].slot, []).append(param)
+        for slot, params in by_slot.items():
+            places = [self.at[param.name, "param"] for param in params]
+            dtype = places[0].dtype
+            starts = tuple(place.start_bytes // dtype.itemsize for place in places)
+            end = max(start + place.elems for start, place in zip(starts, places, strict=True))
+            sizes = tuple((place.elems, len(param.shape) < 2) for param, place in zip(params, places, strict=True))
+            if all(is_whole for _, is_whole in sizes):
+                continue
+            blocks = Blocks(sizes, code)
+            self._add(unit.name, slot, "payload", f"payload {unit.name}", torch.uint8, blocks.nbytes)
+            yield Payload(
+                names=tuple(param.name for param in params),
+                source=BufferSlice(slot, 0, dtype, end),
+                place=self.at[slot, "payload"],
+                blocks=blocks,
+                within=replace(blocks, starts=starts),
+            )
 
     def _place_undo(self) -> frozenset[str]:
         """Place undo and spare slots in backward order within the budget, and return the names of their units."""

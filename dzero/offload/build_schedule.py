@@ -1,9 +1,10 @@
 """Construction of a step's schedule from the buffer layout.
 
-Parameters are fetched for forward, and again in reverse order for backward. Gradients are evicted in backward, last
-unit first. Updates run in the order in which the next forward needs the units; those that run in backward already,
-in this order among the units whose gradients have arrived. States on disk are loaded before their
-use and spilled after it. Units share host slots in turn, so that load, update and spill of different units overlap.
+Parameters are fetched for forward, and again in reverse order for backward; if they are fetched in blocks, they are
+encoded first. Gradients are evicted in backward, last unit first. Updates run in the order in which the next forward
+needs the units; those that run in backward already, in this order among the units whose gradients have arrived. States
+on disk are loaded before their use and spilled after it. Units share host slots in turn, so that load, update and spill
+of different units overlap.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def _params(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]
     load = _from_disk(buffer_layout, "param", unit)
     source = ["param", FROZEN, *(["master"] if buffer_layout.own and _in_place(buffer_layout, unit) else [])]
     fill = _visit(buffer_layout, "param", unit) if load else []
-    return [*fill, *load, *_on(buffer_layout, ActionKind.FETCH, "param", unit, source)]
+    encode: list[OffloadAction] = []
+    if buffer_layout.payloads[unit.name]:
+        encode = _on(buffer_layout, ActionKind.COMPUTE, "encode", unit, [*source, "payload"])
+        source = ["payload", FROZEN]
+    return [*fill, *load, *encode, *_on(buffer_layout, ActionKind.FETCH, "param", unit, source)]
 
 
 def _backward(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]:

@@ -90,7 +90,8 @@ class OffloadManager:
 
     def take_params(self) -> None:
         """Move offloaded parameters to their slots, and prefetch them from now on."""
-        self._outgoing.incoming = ParamPrefetch(self._sharded, self.buffer_layout, self.executor, self.staging)
+        threads = len(self.cores) or torch.get_num_threads()
+        self._outgoing.incoming = ParamPrefetch(self._sharded, self.buffer_layout, self.executor, self.staging, threads)
 
     def settle(self) -> None:
         """Allocate the rest of the host memory, when all states are in their slots."""

@@ -7,17 +7,22 @@ predictions.
 
 If the values of a prefetched unit change, its copy is dropped, and later steps do not prefetch at that point. The next
 step's first unit is copied once its update has been started.
+
+With `precision.fetch`, a unit is encoded on the host when it is first needed after a change, copied as a payload of
+blocks, and decoded on the device when it is delivered. What is copied ahead is then a payload.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from dzero import streams
-from dzero.offload.buffer_layout import BufferLayout
+from dzero.offload.buffer_layout import BufferLayout, Payload
 from dzero.offload.disk_staging import DiskStaging, DiskStorage
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.lane import copy_all
@@ -36,10 +41,22 @@ class ParamPrefetch:
 
     Device memory holds the shards of the unit that was delivered and of the next one. Host memory holds, of units on
     disk, the next unit and those that are loaded ahead.
+
+    Args:
+        sharded: The sharded model.
+        buffer_layout: Locations of its states.
+        executor: Executor of the copies.
+        staging: Staging of units on disk.
+        threads: Number of threads that encode a unit.
     """
 
     def __init__(
-        self, sharded: Sharded, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging
+        self,
+        sharded: Sharded,
+        buffer_layout: BufferLayout,
+        executor: ScheduleExecutor,
+        staging: DiskStaging,
+        threads: int,
     ) -> None:
         self._sharded, self._buffer_layout, self._executor, self._staging = sharded, buffer_layout, executor, staging
         self._units = {unit.shape.name: unit for unit in sharded.units if unit.carried}
@@ -47,6 +64,9 @@ class ParamPrefetch:
         self._in_vain: set[Point] = set()
         self._point: Point = (None, None, True)
         self._ahead: dict[str, dict[str, torch.Tensor]] = {}
+        self._threads, self._encoded = threads, set[str]()
+        encodes = any(buffer_layout.payloads.values())
+        self._pool = ThreadPoolExecutor(threads, "offload encode") if encodes and threads > 1 else None
         for unit in self._units.values():
             unit.await_update()
             self._take(unit)
@@ -79,6 +99,8 @@ class ParamPrefetch:
         self._executor.stream_wait(ActionKey(ActionKind.FETCH, "param", name))
         for tensor in fetched.values():
             streams.record_stream(tensor)  # another stream may have been current at its allocation
+        for payload in self._buffer_layout.payloads[name]:
+            fetched |= _decoded(payload, fetched.pop(payload.source.slot))
         self._next[self._point] = name
         self._point = self._point[1], name, self._sharded.is_last
         if self._point not in self._in_vain:
@@ -102,14 +124,36 @@ class ParamPrefetch:
     def _start(self, name: str) -> None:
         if name in self._ahead:
             return
-        stored = [(each, memory.device, self._view(each)) for each, memory in self._units[name].carried.items()]
+        payloads = self._buffer_layout.payloads[name]
+        in_blocks = {each for payload in payloads for each in payload.names}
+        stored = {each: self._view(each) for each in self._units[name].carried if each not in in_blocks}
+        stored |= {payload.source.slot: self._executor.view(payload.place) for payload in payloads}
         self._staging.load("param", name)
+        if payloads and name not in self._encoded:
+            self._encoded.add(name)
+            self._executor.compute(ActionKey(ActionKind.COMPUTE, "encode", name), partial(self._encode, payloads))
+        device = self._executor.device
         with torch.inference_mode(False):  # the lane and later callers may be outside of inference mode
-            self._ahead[name] = {
-                each: torch.empty(view.numel(), dtype=view.dtype, device=device) for each, device, view in stored
-            }
-        moves = [(self._ahead[name][each], view) for each, _, view in stored]
+            ahead = {each: torch.empty_like(view, device=device) for each, view in stored.items()}
+        self._ahead[name] = ahead
+        moves = [(ahead[each], view) for each, view in stored.items()]
         self._executor.move(ActionKey(ActionKind.FETCH, "param", name), moves)
+
+    def _encode(self, payloads: Sequence[Payload]) -> None:
+        """Write the payloads of a unit on the host."""
+        pieces = [
+            piece
+            for each in payloads
+            for piece in each.within.encoders(
+                self._executor.view(each.source), self._executor.view(each.place), self._threads
+            )
+        ]
+        if self._pool is None:
+            for piece in pieces:
+                piece()
+        else:
+            for future in [self._pool.submit(piece) for piece in pieces]:
+                future.result()
 
     def outdate(self, unit: str) -> None:
         """Drop the copy of a unit that the step changes; if there was one, stop prefetching at this point of a step."""
@@ -118,9 +162,20 @@ class ParamPrefetch:
         self.forget(unit)
 
     def forget(self, unit: str) -> None:
-        """Drop the prefetched copy of a unit."""
+        """Drop the prefetched copy of a unit, and its payload."""
         self._ahead.pop(unit, None)
+        self._encoded.discard(unit)
 
     def forget_all(self) -> None:
-        """Drop all prefetched copies."""
+        """Drop all prefetched copies, and all payloads."""
         self._ahead.clear()
+        self._encoded.clear()
+
+
+def _decoded(payload: Payload, row: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the padded shards of a payload on the device, by name."""
+    with torch.inference_mode(False):
+        values = torch.empty(payload.blocks.elems, dtype=payload.source.dtype, device=row.device)
+        payload.blocks.decode(row, values)
+        parts = torch.split(values, [elems for elems, _ in payload.blocks.sizes])
+    return dict(zip(payload.names, parts, strict=True))

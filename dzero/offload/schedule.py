@@ -5,14 +5,14 @@ A schedule can be planned, printed and sized without a device. `offload/executor
     kind      lane        from -> to        contents
     LOAD      disk in     disk -> host      states of a unit; parameters and activations have lanes of their own
     FETCH     copy in     host -> device    a new working copy, or a state that is updated on the device
-    COMPUTE   host        host              an update or an accumulation
+    COMPUTE   host        host              an update, an accumulation, or the encoding of parameters (its own lane)
     EVICT     copy out    device -> host    a gradient, or a state that is updated on the host
     SPILL     disk out    host -> disk      states of a unit; activations have a lane of their own
 
 Two rules define the order:
     lane    A lane is a queue, which takes the action that was started first. If that has an `order`, it takes the first
             by order that waits for no slot, if there is one. Disk lanes take a few actions at a time. Actions that
-            forward and backward need next have disk lanes of their own, so that they do not queue behind updates.
+            forward and backward need next have lanes of their own, so that they do not queue behind updates.
     slot    An action waits for all earlier actions on its slots, in host memory or on disk.
 An action never waits for one that was started later. Hence actions cannot deadlock, a slot has one user at a time, and
 no action waits for one that a step leaves out (for a unit without gradients).
@@ -39,7 +39,14 @@ class ActionKind(StrEnum):
     SPILL = "SPILL"
 
 
-APART = frozenset({(ActionKind.LOAD, "param"), (ActionKind.LOAD, "activation"), (ActionKind.SPILL, "activation")})
+APART = frozenset(
+    {
+        (ActionKind.LOAD, "param"),
+        (ActionKind.COMPUTE, "encode"),
+        (ActionKind.LOAD, "activation"),
+        (ActionKind.SPILL, "activation"),
+    }
+)
 """Actions with lanes of their own: forward and backward need their results next."""
 
 

@@ -49,7 +49,6 @@ def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
     nodes is not given, so that ranks could choose differently.
     """
     check_foreseen(config)
-    config = replace(config, auto=False)
     hardware = _hardware(config)
     defaults = {key: default_of(config, key) for key in next(space(1)) if key != STAGE}
     ranking = search(candidates_of(config, given_settings(config, given), hardware), subject_of(config, hardware))
@@ -137,12 +136,13 @@ def default_of(config: RunConfig, key: str) -> Any:
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Return the run with other values of some settings; raises ValueError like the dataclasses."""
+    """Return the run with chosen values of some settings; raises ValueError like the dataclasses."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
-    return replace(config, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
+    chosen = {group: replace(getattr(config, group), **each) for group, each in groups.items()}
+    return replace(config, auto=False, **chosen)
 
 
 def _costs(config: RunConfig, has_fp8: bool, recompute: str, microbatch: int) -> MicrobatchCosts:

@@ -40,6 +40,7 @@ WORK: Mapping[str, str] = {
     "evict": "#f6c48f",
     "fetch": "#5f97d3",
     "update": "#6ab187",
+    "encode": "#b5d99c",
     "decide": "#56616b",
     "load": "#a68fce",
     "spill": "#c5b6e0",

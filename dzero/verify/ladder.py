@@ -85,6 +85,7 @@ class Rung:
 EARLY, TWO_HOPS = "every microbatch is reduced, then added", "gradients take two hops"
 BLOCKS = "8-bit moments are cut into blocks shard by shard"
 ON_WIRE = "parameters or gradients are sent in blocks of 8 or 4 bits"
+FETCHED = "parameters are fetched in blocks of 8 or 4 bits"
 
 
 def order_of(layout: Layout) -> dict[str, int]:
@@ -138,7 +139,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         sharded = replace(
             rungs[-1].config,
             zero=replace(base.zero, stage=stage, optimizer_shard_axes=over),
-            precision=config.precision,
+            precision=replace(config.precision, fetch="param"),
             mesh=config.mesh,
         )
         why_other = "; ".join(reason for reason, count in order.items() if count > 1)
@@ -152,6 +153,8 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
             STALE,
             f"overlap=delayed: from step {layout.offload.delay_warmup_steps + 2} on weights are one update old",
         )
+    if layout.fetch_code:
+        climb(CONFIGURATION, config, QUANTIZED_PAYLOADS, FETCHED)
     climb(CONFIGURATION, config, rounding if why else None, why or "placement never changes the numbers")
     return rungs
 
@@ -170,7 +173,7 @@ def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:
 def _unquantized(precision: PrecisionConfig) -> PrecisionConfig:
     """Return `precision` with payloads that stage 0 can send."""
     reduce = "auto" if precision.reduce in QUANTIZED else precision.reduce
-    return replace(precision, gather="param", reduce=reduce)
+    return replace(precision, gather="param", fetch="param", reduce=reduce)
 
 
 def _rounding(run: VerifyRun, layout: Layout) -> Gap:

@@ -76,6 +76,9 @@ class PrecisionConfig:
     """Whether what rounding to blocks leaves of a gradient is added to the next one: fp32 residuals on the device."""
     gather: str = "param"
     """Payload of the gathers of parameters: that of param, or int8, int4 or fp8 in blocks (qwZ of ZeRO++)."""
+    fetch: str = "param"
+    """Payload of the copies of parameters from the host to the device: that of param, or int8, int4 or fp8 in blocks,
+    which the device decodes."""
     grad: str = "auto"
     """Stored gradients: that of param, fp32, or auto (fp32 with several microbatches, hybrid sharding, or native sums
     with reduce=auto; otherwise that of param)."""
@@ -97,6 +100,7 @@ class PrecisionConfig:
             ("param", self.param, [*FLOATS]),
             ("reduce", self.reduce, ["auto", *FLOATS, *QUANTIZED]),
             ("gather", self.gather, ["param", *QUANTIZED]),
+            ("fetch", self.fetch, ["param", *QUANTIZED]),
             ("grad", self.grad, ["auto", *FLOATS]),
             ("master", self.master, [*MASTERS]),
             ("moments", self.moments, [*MOMENTS]),

@@ -103,6 +103,8 @@ class Layout:
     """Setting `PrecisionConfig.feedback`."""
     gather_code: str | None = None
     """Format of codes, if parameters are gathered in blocks."""
+    fetch_code: str | None = None
+    """Format of codes, if parameters are copied from the host to the device in blocks."""
     node_ranks: int | None = None
     """Setting `ZeroConfig.node_ranks`."""
     settings: Settings = field(default=Settings({}), repr=False, compare=False)
@@ -186,6 +188,7 @@ class Layout:
             reduce_code=precision.reduce if precision.reduce in FORMATS else None,
             feedback=precision.feedback,
             gather_code=precision.gather if precision.gather in FORMATS else None,
+            fetch_code=precision.fetch if precision.fetch in FORMATS else None,
             node_ranks=zero.node_ranks,
             settings=settings,
         )

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageReplicas, ReduceGrads
+from dzero.comm.wire import Blocks
 from dzero.zero.layout import Layout
 from dzero.zero.offloaded_param import OffDeviceTensor, TensorStorage, memory_of
 from dzero.zero.replica_shards import ReplicaShards
@@ -190,10 +191,20 @@ class Unit:
             carrier = self.carrier() if self.carrier is not None else None
             if carrier is None:
                 self.wait_for_update()
-                self._fetched = {name: held.flat.to(held.device, copy=True) for name, held in self.carried.items()}
+                self._fetched = {name: self._copied(name, held) for name, held in self.carried.items()}
             else:
                 self._fetched = carrier.fetch(self)
         return self._fetched.pop(memory.name)
+
+    def _copied(self, name: str, held: OffDeviceTensor) -> torch.Tensor:
+        """Return a copy of a shard on the device, rounded as with a carrier (`precision.fetch`)."""
+        copy = held.flat.to(held.device, copy=True)
+        if self.layout.fetch_code is not None and held.codec is None:
+            blocks = Blocks(((held.elems, len(self.params[name].shape) < 2),), self.layout.fetch_code)
+            row = torch.empty(blocks.nbytes, dtype=torch.uint8, device=held.device)
+            blocks.encode(copy, row)
+            blocks.decode(row, copy)
+        return copy
 
     def await_update(self) -> None:
         """Wait for updates and drop fetched shards, before host memory is accessed other than by FSDP2's gathers."""

@@ -276,6 +276,9 @@ def scenarios() -> dict[str, Scenario]:
     host_all: dict[str, Any] = {"net": {"stage": 3}, "offload": {**HOST, "param": "host"}}
     add("host parameters read between steps", **host_all, between=read_params)
     add("host parameters edited between steps", **host_all, between=edit_params)
+    in_blocks = {"net": {"stage": 3, "microbatches": 2, "fetch": "fp8"}, "offload": {**HOST, "param": "host"}}
+    add("host parameters in blocks", **in_blocks)
+    add("host parameters in blocks edited between steps", 1, **in_blocks, between=edit_params)
     add("hpz", 4, net={"stage": 3, "reshard": 2})
     add("two hops", 4, net={"stage": 3, "node_ranks": 2})
     quantized = {"gather": "int8", "reduce": "int4"}

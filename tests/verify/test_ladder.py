@@ -49,6 +49,12 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
         ),
         ("zero.stage=2 precision.moments=int8", 2, [("stage 1 on the device", False), (ITSELF, True)]),
         ("zero.stage=3 precision.gather=int8", 2, [("stage 1 on the device", False), (ITSELF, True)]),
+        ("zero.stage=3 offload=host_all precision.fetch=fp8", 1, [(ITSELF, False)]),
+        (
+            "zero.stage=3 offload=host_all precision.gather=int8 precision.fetch=fp8",
+            2,
+            [("stage 1 on the device", False), (ITSELF, False)],
+        ),
         (
             "zero.stage=2 precision.reduce=int4 zero.node_ranks=2",
             4,
