@@ -15,7 +15,7 @@ blocks, and decoded on the device when it is delivered. What is copied ahead is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -152,8 +152,7 @@ class ParamPrefetch:
             for piece in pieces:
                 piece()
         else:
-            for future in [self._pool.submit(piece) for piece in pieces]:
-                future.result()
+            list(self._pool.map(_call, pieces))
 
     def outdate(self, unit: str) -> None:
         """Drop the copy of a unit that the step changes; if there was one, stop prefetching at this point of a step."""
@@ -170,6 +169,10 @@ class ParamPrefetch:
         """Drop all prefetched copies, and all payloads."""
         self._ahead.clear()
         self._encoded.clear()
+
+
+def _call(piece: Callable[[], None]) -> None:
+    piece()
 
 
 def _decoded(payload: Payload, row: torch.Tensor) -> dict[str, torch.Tensor]:
