@@ -14,7 +14,8 @@ construction on, and loading copies values into them. Their dtype, device and pl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
@@ -64,6 +65,11 @@ def trained(sharded: Sharded) -> list[nn.Parameter]:
     """Return the trained parameters in the order of `model.parameters()`, in which torch's optimizers number them."""
     named = sharded.named_params()
     return [named[name] for name in sharded.names if name in named and named[name].requires_grad]
+
+
+def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether both sequences hold the same objects in the same order."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -198,6 +204,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         names = {param: name for name, param in named.items()}
+        lists = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             if any(param not in names for param in group["params"]):
                 raise ValueError(
@@ -205,13 +212,19 @@ class MasterOptimizer(torch.optim.Optimizer):
                     "sharded.named_params(), after shard() has replaced the parameters"
                 )
         reduced = {name for unit in self._sharded.units for name in unit.buffered}
-        for name in [names[param] for group in self.param_groups for param in group["params"]]:
+        for name, count in Counter(names[param] for params in lists for param in params).items():
+            if count > 1:
+                raise ValueError(
+                    f"the parameter groups hold {name} {count} times, instead of once. If nothing in your code did it, "
+                    "accelerate's prepare(model, optim) with FSDP2 has replaced the lists: prepare loader and schedule "
+                    "only, and call optim.step() where accelerator.sync_gradients is true"
+                )
             if name not in reduced:
                 raise ValueError(
                     f"{name} was frozen when the model was sharded, so it gets no gradients: set requires_grad before "
                     "shard(), and leave it out of the optimizer until it is to be trained"
                 )
-        self._names = names
+        self._names, self._lists = names, lists
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on: `loss` times the loss scale for fp16, otherwise `loss` itself."""
@@ -246,6 +259,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not same_objects(self._lists, [group["params"] for group in self.param_groups]):
+            self._check_groups(self._sharded.named_params())
         self._sharded.end_step()
         # A forward without backward (evaluation) may have left unsharded parameters, which the update would make stale.
         self._sharded.reshard()

@@ -16,7 +16,7 @@ import two_optimizers
 from loops_of_torch import whole
 from pool import Pool
 from torch import Tensor
-from training_loops import sharded_net, train, unequal
+from training_loops import params_of, sharded_net, train, unequal
 from two_optimizers import optimizers_of, sharded_judged
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded
@@ -284,3 +284,30 @@ def test_an_optimizer_of_torch_over_16_bit_parameters_warns(pool: Pool) -> None:
     for in_16, in_32 in pool.run(trained_by_torch, 2):
         assert in_16 > 0
         assert in_32 == 0
+
+
+def with_replaced_lists(rank: int, ranks: int) -> list[str]:
+    """What accelerate's `prepare(model, optim)` does with FSDP2: it replaces the lists of parameters of all groups."""
+    told = []
+    for params in (lambda own: own, lambda own: own[::-1], lambda own: [own[0]] * len(own), lambda own: own[:-1]):
+        sharded = sharded_net("even", stage=3, offload=OffloadConfig(param="host", master="host"))
+        optim = AdamW(sharded, lr=1e-2)
+        before = params_of(sharded)
+        optim.param_groups[0]["params"] = [*params(optim.param_groups[0]["params"])]
+        try:
+            train(sharded, optim, "even", steps=1)
+            after = params_of(sharded)
+            told.append(f"{len(unequal(before, after))} of {len(before)} trained")
+        except ValueError as error:
+            told.append(str(error))
+        optim.offload.executor.close()
+    return told
+
+
+def test_groups_whose_lists_were_replaced_train_what_they_hold_or_are_refused(pool: Pool) -> None:
+    for told in pool.run(with_replaced_lists, 2):
+        every, turned, repeated, fewer = told
+        count = int(every.split()[0])
+        assert every == turned == f"{count} of {count} trained"
+        assert f"{count} times, instead of once" in repeated
+        assert fewer == f"{count - 1} of {count} trained"
