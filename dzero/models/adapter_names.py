@@ -102,6 +102,19 @@ def settings_from(text: str) -> Any:
         return peft.LoraConfig.from_pretrained(folder)
 
 
+def names_after(before: Mapping[str, int], tensors: Mapping[str, object]) -> dict[str, str]:
+    """Return the names of a model's tensors after adapters were injected, by those before; tied ones have several.
+
+    Args:
+        before: Identity (`id`) of each tensor before, by name.
+        tensors: Tensors after the injection, by name.
+    """
+    after: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        after.setdefault(id(tensor), []).append(name)
+    return {name: after[tensor].pop(0) for name, tensor in before.items()}
+
+
 def renamed_settings(values: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
     """Return settings in which modules have other names; see `renamed`."""
 

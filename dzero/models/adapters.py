@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dzero.errors import converting, import_optional
 from dzero.models.adapter_config import ALL_LINEAR, AdapterConfig
-from dzero.models.adapter_names import BASE, COPY, MAGNITUDE, ORIGINAL, renamed, renamed_settings
+from dzero.models.adapter_names import BASE, COPY, MAGNITUDE, ORIGINAL, names_after, renamed, renamed_settings
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.llama_names import OURS, PUBLISHED
@@ -91,10 +91,7 @@ def add_adapters(model: nn.Module, config: AdapterConfig, base: str | None = Non
     if isinstance(model, Llama):  # as the folder of the adapters names modules
         settings = peft.LoraConfig(**common, **renamed_settings(values, PUBLISHED))
         model.peft_config = {NAME: settings}  # type: ignore[assignment]
-    after: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        after.setdefault(id(tensor), []).append(name)
-    renamed_tensors = {name: after[tensor].pop(0) for name, tensor in before.items()}
+    renamed_tensors = names_after(before, model.state_dict(keep_vars=True))
     magnitudes = {
         f"{name}.{MAGNITUDE}.{NAME}.weight": f"{name}.{BASE}weight" for name in lora_layers(model) if config.use_dora
     }

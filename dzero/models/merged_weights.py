@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dzero.errors import converting, import_optional
-from dzero.models.adapter_names import BASE, COPY, ORIGINAL, saved_name, settings_from, why_unsaved
+from dzero.models.adapter_names import BASE, COPY, ORIGINAL, names_after, saved_name, settings_from, why_unsaved
 from dzero.models.hf import HFDecoder
 from dzero.models.tensor_views import Readable, View
 
@@ -47,11 +47,10 @@ def adapted_decoder(decoder: HFDecoder, adapter: str, text: str) -> AdaptedDecod
         reason = why_unsaved({adapter: settings})
     if reason := reason or ("lora_bias=True: biases of adapters are not merged" if settings.lora_bias else ""):
         raise ValueError(reason)
-    before = {id(tensor): name for name, tensor in decoder.model.state_dict(keep_vars=True).items()}
+    before = {name: id(tensor) for name, tensor in decoder.model.state_dict(keep_vars=True).items()}
     with converting("its adapters do not fit the model", Exception), torch.device("meta"):
         peft.inject_adapter_in_model(settings, decoder.model, adapter_name=adapter, low_cpu_mem_usage=True)
-    after = decoder.model.state_dict(keep_vars=True)
-    return AdaptedDecoder(decoder, {before[id(t)]: name for name, t in after.items() if id(t) in before}, adapter)
+    return AdaptedDecoder(decoder, names_after(before, decoder.model.state_dict(keep_vars=True)), adapter)
 
 
 def merged_weights(adapted: AdaptedDecoder, values: Mapping[str, Readable]) -> dict[str, Readable]:

@@ -20,7 +20,7 @@ VOCAB = 61
 ORDER = ("a", "b", "b", "a")
 
 
-def two_adapters(*, unfrozen: bool) -> Any:
+def two_adapters(*, unfrozen: bool, tied: bool = False) -> Any:
     """A PeftModel with the adapters a and b, of which a is active; `unfrozen`: both require gradients."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -30,6 +30,7 @@ def two_adapters(*, unfrozen: bool) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        tie_word_embeddings=tied,
     )
     settings = {
         name: peft.LoraConfig(r=2, target_modules=[layer, "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
@@ -110,7 +111,7 @@ def test_an_adapter_that_no_optimizer_has_is_refused_at_the_step(pool: Pool) -> 
 
 def checkpointed(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
     """Train one adapter and save a checkpoint; the adapter."""
-    model = two_adapters(unfrozen=False)
+    model = two_adapters(unfrozen=False, tied=True)
     model.delete_adapter("b")
     sharded = dzero.shard(model, stage=3, precision="fp32")
     optim = dzero.AdamW(sharded, lr=1e-2)
@@ -125,7 +126,7 @@ def checkpointed(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
 
 def test_a_checkpoint_of_a_loop_is_exported_alone_and_merged(pool: Pool, tmp_path: Path) -> None:
     want = pool.run(checkpointed, 2, tmp_path / "checkpoints")[0]
-    base = two_adapters(unfrozen=False).unload()
+    base = two_adapters(unfrozen=False, tied=True).unload()
     base.save_pretrained(tmp_path / "base")
     for name, options in {"adapter": (), "merged": ("--merge", "--base", str(tmp_path / "base"))}.items():
         made = command("export", tmp_path / "checkpoints", tmp_path / name, "--dtype", "fp32", *options)
