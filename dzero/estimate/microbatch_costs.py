@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dzero.comm.ledger import Ledger, Traffic
-from dzero.estimate.operator_work import OperatorWork, work_of
+from dzero.estimate.operator_work import GROUPED, OperatorWork, work_of
 from dzero.mesh import CONTEXT, EXPERT
 from dzero.utils.torch_internals import fake_tensors, intercept, storage_key, tree_leaves
 from dzero.zero.dtensors import local_of
@@ -137,6 +137,12 @@ def costs_of(
     return MicrobatchCosts(tuple(meter.spans), beside or {})
 
 
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    """Return the grouped product of fake tensors; torch computes it in any dtype, but foresees it in bf16 alone."""
+    out: torch.Tensor = GROUPED.default(rows.to(torch.bfloat16), weights.to(torch.bfloat16), *others, **named)
+    return out.to(rows.dtype)
+
+
 class _CostMeter:
     """Meter that counts live storages and operators by running unit."""
 
@@ -155,7 +161,7 @@ class _CostMeter:
         """Run an operator, and count it."""
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # DTensors and operands in 8 bits dispatch the tensors inside of them
-        out = func(*args, **kwargs)
+        out = _grouped(*args, **kwargs) if func is GROUPED.default else func(*args, **kwargs)
         self._work += work_of(func, args, kwargs, out, fuses_casts=self._fuses_casts)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):

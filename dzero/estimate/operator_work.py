@@ -22,15 +22,19 @@ from dzero.utils.torch_internals import (
 aten = torch.ops.aten
 ATTENTION, ATTENTION_BACKWARD = attention_operators(), attention_operators("_backward")
 IN_FP8 = fp8_products()
+GROUPED = aten._grouped_mm
+"""Products of each expert's rows with its weights, [n, k] x [experts, k, m] -> [n, m], and their gradients."""
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    GROUPED: lambda rows, weights, *_, **__: 2 * rows.numel() * weights.shape[-1],
     **dict.fromkeys(ATTENTION, lambda *qkv, **_: _attention(sdpa_flop_count, *qkv[:3])),
     **dict.fromkeys(
         ATTENTION_BACKWARD,
         lambda *grad_qkv, **_: _attention(sdpa_backward_flop_count, *grad_qkv[1:4], grad_qkv[0]),
     ),
 }
-"""FLOPs of an operator call, a multiply-add as 2; torch's table lacks CPU attention and, up to 2.11, grouped heads."""
+"""FLOPs of an operator call, a multiply-add as 2; torch's table lacks grouped products, CPU attention and, up to 2.11,
+grouped heads."""
 FUSED_CAST_BYTES = 28
 """Bytes per element that compiled code saves where torchao casts bf16 to 8 bits: operators that run one by one move 33,
 and fused ones 5, since they read the operand for its scale, read it again, and write the result."""

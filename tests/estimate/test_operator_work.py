@@ -93,3 +93,23 @@ def test_attention_of_grouped_heads_has_the_products_of_all() -> None:
     product = 2 * (2 * 4) * 5 * 7 * 3
     assert {FLOPS[kind](query, key, value, out_val=None) for kind in ATTENTION} == {2 * product}
     assert {FLOPS[kind](grad, query, key, value, out_val=None) for kind in ATTENTION_BACKWARD} == {5 * product}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_products_of_experts_are_counted_in_any_dtype(dtype: torch.dtype) -> None:
+    """Rows [n, k] of e experts with weights [k, m] each, and both gradients; torch foresees them in bf16 alone."""
+    n, k, m, e = 32, 16, 24, 4
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.empty(e, k, m, dtype=dtype))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            ends = torch.full((e,), n // e).cumsum(0, dtype=torch.int32)
+            return nn.functional.grouped_mm(rows, self.weights, offs=ends)
+
+    with torch.device("meta"):
+        model = Experts()
+    costs = costs_of(model, lambda made: made(torch.empty(n, k, dtype=dtype, requires_grad=True)).square().sum())
+    assert (costs.work(FORWARD).flops, costs.work(BACKWARD).flops) == (2 * n * k * m, 2 * 2 * n * k * m)
