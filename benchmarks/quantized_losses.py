@@ -5,15 +5,12 @@
     side             precision.gather   precision.reduce
     exact            param              auto: bf16 payloads, fp32 sums
     gather int8      int8 (qwZ)         auto
-    gather fp8       fp8                auto
     gather int4      int4               auto
     reduce int8      param              int8
-    reduce fp8       param              fp8
     reduce int4      param              int4 (qgZ)
-    feedback         param              int4, with precision.feedback=true
     int8 and int4    int8               int4, the payloads of ZeRO++ (Wang et al. 2023)
 
-The run is that of `default_runs.py`.
+The run is that of `default_runs.py`. fp8 and error feedback: `float8_wire_losses.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +21,9 @@ STAGE = ["zero.stage=3"]
 SIDES = {
     "exact": STAGE,
     "gather int8": [*STAGE, "precision.gather=int8"],
-    "gather fp8": [*STAGE, "precision.gather=fp8"],
     "gather int4": [*STAGE, "precision.gather=int4"],
     "reduce int8": [*STAGE, "precision.reduce=int8"],
-    "reduce fp8": [*STAGE, "precision.reduce=fp8"],
     "reduce int4": [*STAGE, "precision.reduce=int4"],
-    "feedback": [*STAGE, "precision.reduce=int4", "precision.feedback=true"],
     "int8 and int4": [*STAGE, "precision.gather=int8", "precision.reduce=int4"],
 }
 
