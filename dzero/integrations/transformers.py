@@ -7,7 +7,8 @@
     wraps the model                `dzero.shard`, in place, where training or evaluation first needs the model
     creates an optimizer           `dzero.AdamW`, or `dzero.TorchOptimizer` around another class (trainer_optimizer.py)
     accumulates                    `Sharded.microbatch` around each training step
-    clips and logs the norm        the optimizer clips by the true norm of all ranks, and tells it after its step
+    clips and logs the norm        the optimizer clips by the true norm of all ranks in its step, and tells it after it;
+                                   if a callback looks at gradients before the step, they are clipped there
     bf16=True, fp16=True           dtypes of the layout: 16-bit parameters with fp32 masters, instead of autocast
     torch_compile=True             each block is compiled, inside of the hooks that gather it
     saves a checkpoint             `dzero.Checkpointer` in the checkpoint's folder, beside what `from_pretrained` loads
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
@@ -98,6 +100,7 @@ class DzeroMixin:
             raise TypeError(f"dzero={{{min(unknown)!r}: ...}}: it takes {[*ARGUMENTS]}")
         self.sharded: Sharded | None = None
         self._norm = torch.zeros(())
+        self._clipped_norm: float | None = None
         super().__init__(*args, **kwargs)
         trainer: Any = self
         refuse(trainer)
@@ -244,9 +247,21 @@ class DzeroMixin:
         trainer.optimizer.scale_loss(loss).backward()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Clip in the optimizer's step; return a tensor that the step sets to the norm."""
+        """Clip in the optimizer's step; return a tensor that the step sets to the norm.
+
+        For callbacks that look at gradients before the step, and expect them to be clipped, clip at once. Gradients in
+        fp16 are clipped in the step in any case, as they are scaled until then.
+        """
         trainer: Any = self
         trainer.optimizer.max_norm = trainer.args.max_grad_norm
+        looks = (type(each).on_pre_optimizer_step for each in trainer.callback_handler.callbacks)
+        if trainer.args.fp16 or all(each is transformers.TrainerCallback.on_pre_optimizer_step for each in looks):
+            return self._norm
+        params = [param for param in model.parameters() if param.grad is not None]
+        norm = nn.utils.get_total_norm([param.grad.float() for param in params if param.grad is not None])
+        nn.utils.clip_grads_with_norm_(params, trainer.args.max_grad_norm, norm)
+        trainer.optimizer.max_norm = None
+        self._clipped_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         return self._norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
@@ -258,7 +273,8 @@ class DzeroMixin:
 
     def _tell_norm(self, optim: MasterOptimizer, *_: Any) -> None:
         if optim.last_decision is not None:
-            self._norm.fill_(optim.last_decision.norm)
+            self._norm.fill_(optim.last_decision.norm if self._clipped_norm is None else self._clipped_norm)
+        self._clipped_norm = None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the sharded model."""

@@ -281,6 +281,22 @@ def steers_by_callbacks(make: Make) -> Any:
 
 
 @habit
+def looks_at_clipped_gradients(make: Make) -> Any:
+    seen: list[float] = []
+
+    class Callback(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            grads = [param.grad for param in given["model"].parameters() if param.grad is not None]
+            norms = [nn.utils.get_total_norm([grad]) for grad in grads]
+            seen.append(sum(float(getattr(norm, "full_tensor", lambda norm=norm: norm)()) for norm in norms))
+
+    return [
+        trained(make(args={"max_grad_norm": 0.05}, callbacks=[Callback])),
+        [{"sum of norms": each} for each in seen],
+    ]
+
+
+@habit
 def classifies(make: Make) -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
