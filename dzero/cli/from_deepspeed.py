@@ -15,6 +15,7 @@ from dzero.integrations.deepspeed.translation import Translation, translate
 from dzero.integrations.deepspeed.verdicts import shown
 from dzero.integrations.deepspeed.words import as_code
 
+STAGE = "zero_optimization.stage"
 REFUSES = 3
 """Exit status if a key is refused."""
 HEADS = {
@@ -58,8 +59,11 @@ def lines(path: object, translation: Translation, advice: Advice) -> Iterator[st
             yield f"{head}\n"
             yield from (f"  {shown(each.key)[1:-1]} = {shown(each.value)}: {each.text}" for each in here)
             yield ""
+    if any(each.key == STAGE for each in translation.refused):
+        yield "Nothing follows without a stage. Change it, and call this again."
+        return
     if translation.refused:
-        yield "What follows leaves the refused keys out.\n"
+        yield "What follows leaves the refused keys out; DzeroTrainer takes the file once they are changed.\n"
     arguments = ", ".join(f"{key}={value!r}" for key, value in advice.arguments.items())
     settings = ", ".join(f"{key!r}: {as_code(value)}" for key, value in translation.shard.items())
     yield "1. With transformers (from dzero.integrations.transformers import DzeroTrainer)\n"

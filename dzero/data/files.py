@@ -105,7 +105,9 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[Path]:
 def _check(found: FoundFiles, setting: str) -> None:
     for path in found.paths:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"{setting}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}")
+            rows = f"; of a JSON array, jq -c '.[]' {path.name} > {path.stem}.jsonl makes lines"
+            told = rows if path.suffix == ".json" else ""
+            raise ValueError(f"{setting}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}{told}")
         if not path.is_file():
             raise ValueError(f"{setting}: {path} is no regular file; pipes cannot be read twice")
         if path.stat().st_size == 0:

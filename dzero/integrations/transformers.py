@@ -348,7 +348,10 @@ class DzeroMixin:
         trainer: Any = self
         folder = Path(checkpoint) / STATES
         if not folder.is_dir():
-            raise ValueError(f"{checkpoint}: no states of dzero ({STATES}/) are there, as after save_only_model=True")
+            raise ValueError(
+                f"{checkpoint}: no states of dzero ({STATES}/) are there, as after save_only_model=True; to begin with "
+                "its weights and a new optimizer, load the model from that folder by from_pretrained"
+            )
         with Checkpointer(CheckpointConfig(folder=str(folder)), self._shard(), trainer.optimizer) as checkpoints:
             resumed = checkpoints.resume("auto", strict=True)
         assert resumed is not None

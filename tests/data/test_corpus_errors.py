@@ -31,6 +31,11 @@ BAD_FILES = {
     "empty.txt": (b"", {}, r"empty\.txt is empty"),
     "empty.bin": (b"", {}, r"empty\.bin is empty"),
     "page.html": (b"<p>", {}, r"page\.html ends in '\.html', not in one of"),
+    "rows.json": (
+        b"[{}]",
+        {},
+        r"not in one of .*; of a JSON array, jq -c '\.\[\]' rows\.json > rows\.jsonl makes lines",
+    ),
     "blank.jsonl": (b"\n\n", {}, r"blank\.jsonl: there is no text"),
     "key.jsonl": (b'{"body": "a"}\n', {}, r"data\.field=text: .*key\.jsonl line 1 has no such key.*\['body'\]"),
     "list.jsonl": (b'{"text": "a"}\n["a"]\n', {}, r"list\.jsonl line 2 .* a list"),

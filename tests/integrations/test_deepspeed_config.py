@@ -429,6 +429,11 @@ def test_the_command_prints_three_ways_and_tells_by_its_exit_code(tmp_path: Path
     done = run(str(CORPUS["typo"]), "--json")
     assert done.returncode == 3
     assert {each["key"] for each in json.loads(done.stdout)["keys"]} == {*leaves(read(CORPUS["typo"]))}
+    other = tmp_path / "stage.json"
+    other.write_text('{"zero_optimization": {"stage": "3"}}')
+    done = run(str(other))
+    assert done.returncode == 3
+    assert done.stdout.endswith("\nNothing follows without a stage. Change it, and call this again.\n")
     done = run(str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")
