@@ -34,7 +34,7 @@ BAD_FILES = {
     "rows.json": (
         b"[{}]",
         {},
-        r"not in one of .*; of a JSON array, jq -c '\.\[\]' rows\.json > rows\.jsonl makes lines",
+        r"; of a JSON array, jq -c '\.\[\]' rows\.json > rows\.jsonl makes lines",
     ),
     "blank.jsonl": (b"\n\n", {}, r"blank\.jsonl: there is no text"),
     "key.jsonl": (b'{"body": "a"}\n', {}, r"data\.field=text: .*key\.jsonl line 1 has no such key.*\['body'\]"),
