@@ -724,7 +724,7 @@ RUN = (
     idle("export.merge", "export.at_end=false", "", "export.at_end=true", "export.merge=true"),
     idle("train.answers", "data.kind!=chat", "", "data.kind=chat", "train.answers=2"),
     idle(
-        "train.answers",
+        "train.answers>0",
         "train.evaluate_batches=0",
         "",
         "train.evaluate_batches=8",
@@ -766,6 +766,13 @@ RUN = (
         idle("train.patience", f"{setting}=0", "", f"a larger {setting}", f"train.patience=2 {setting}=0")
         for setting in ("train.evaluate_batches", "data.held_out")
     ),
+    idle(
+        "train.evaluate_batches>0",
+        "data.held_out=0",
+        "",
+        "data.held_out=0.02",
+        "data.held_out=0 train.evaluate_batches=2",
+    ),
     idle("export.folder", "export.at_end=false", "", "export.at_end=true", "export.folder=x"),
     idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
     Rule(
@@ -804,7 +811,7 @@ RUN = (
                 "data.held_out=0",
                 "data.held_out=0.02",
                 "data.held_out=0",
-                {"train.evaluate_every_steps": 5, "train.evaluate_batches": 2},
+                {"train.evaluate_every_steps": 5},
             ),
             (
                 "checkpoint.every=null",
