@@ -134,7 +134,7 @@ class ParamPrefetch:
             self._executor.compute(ActionKey(ActionKind.COMPUTE, "encode", name), partial(self._encode, payloads))
         device = self._executor.device
         with torch.inference_mode(False):  # the lane and later callers may be outside of inference mode
-            ahead = {each: torch.empty_like(view, device=device) for each, view in stored.items()}
+            ahead = {each: torch.empty(view.numel(), dtype=view.dtype, device=device) for each, view in stored.items()}
         self._ahead[name] = ahead
         moves = [(ahead[each], view) for each, view in stored.items()]
         self._executor.move(ActionKey(ActionKind.FETCH, "param", name), moves)
