@@ -21,6 +21,7 @@ from torch import nn
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard, weights
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
+from dzero.comm.wire import Blocks
 from dzero.hardware import multiplies_fp8
 from dzero.optim import adamw_math, flat_update
 from dzero.parallel.blocks import apply_blocks
@@ -222,6 +223,34 @@ def test_parameters_on_the_host_leave_the_gpu_and_come_back_through_state_dicts(
     # A layer gathered and its gradient, one layer that comes ahead, activations: not eight layers.
     assert torch.cuda.max_memory_allocated() - before < layers * 2 * width * width
     optim.synchronize()
+
+
+@pytest.mark.parametrize("code", ["fp8", "int8", "int4"])
+def test_parameters_that_come_in_blocks_are_rounded_as_on_a_cpu(code: str) -> None:
+    layers, width = 4, 96
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    everything = OffloadConfig(param="host", grad="host", master="host", moments="host")
+    precision = PrecisionConfig(fetch=code)
+    sharded = shard(model, ZeroConfig(stage=3), precision=precision, offload=everything, mesh=make_mesh("cuda"))
+    optim = AdamW(sharded, lr=1e-3)
+    seen: dict[str, torch.Tensor] = {}
+    for at, layer in enumerate(model):
+        layer.register_forward_hook(lambda made, *_, at=at: seen.update({f"{at}.weight": made.weight.detach().cpu()}))
+    batch = torch.randn(16, width, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        sharded.model(batch).float().square().mean().backward()
+        optim.step()
+    with torch.no_grad():
+        sharded.model(batch)
+    for name, param in sharded.named_params().items():
+        if name in seen:
+            want = whole(param).detach().cpu().flatten()
+            blocks = Blocks(((want.numel(), False),), code)
+            row = torch.empty(blocks.nbytes, dtype=torch.uint8)
+            blocks.encode(want, row)
+            blocks.decode(row, want)
+            assert torch.equal(seen[name].flatten(), want), name
+    assert len(seen) == layers
 
 
 @pytest.mark.parametrize("tiers", [{}, {"grad": "host", "master": "host", "moments": "host"}], ids=["alone", "with"])
