@@ -15,6 +15,7 @@ from dzero.utils.torch_internals import (
     attention_operators,
     fp8_products,
     group_called,
+    grouped_product,
     is_cast,
     tree_leaves,
 )
@@ -22,7 +23,7 @@ from dzero.utils.torch_internals import (
 aten = torch.ops.aten
 ATTENTION, ATTENTION_BACKWARD = attention_operators(), attention_operators("_backward")
 IN_FP8 = fp8_products()
-GROUPED = aten._grouped_mm
+GROUPED = grouped_product()
 """Products of each expert's rows with its weights, [n, k] x [experts, k, m] -> [n, m], and their gradients."""
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,

@@ -326,6 +326,11 @@ def attention_operators(suffix: str = "") -> list[Any]:
     return [each for each in found if each is not None]
 
 
+def grouped_product() -> Any:
+    """Return the operator that multiplies rows by the weights of their experts (`torch.nn.functional.grouped_mm`)."""
+    return torch.ops.aten._grouped_mm
+
+
 def fp8_products() -> list[Any]:
     """Return the operators that multiply matrices of 8-bit floats, by their scales."""
     found = getattr(torch.ops.aten, "_scaled_mm", None)
