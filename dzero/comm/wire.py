@@ -79,7 +79,7 @@ class Blocks:
         kernel(*self._tables, as_array(wide), as_array(codes), as_array(source))
 
     def encoders(self, source: torch.Tensor, row: torch.Tensor, count: int) -> list[Callable[[], None]]:
-        """Return about `count` functions that together do what `encode` does; in host memory, for as many threads."""
+        """Return about `count` functions, one for each thread, that together encode in host memory as `encode` does."""
         source = source.float() if source.dtype == torch.float16 else source
         wide, codes, values = *map(as_array, self._sections(row)), as_array(source)
         blocks, whole = self._tables

@@ -254,12 +254,12 @@ class DzeroMixin:
         """
         trainer: Any = self
         trainer.optimizer.max_norm = trainer.args.max_grad_norm
-        looks = (type(each).on_pre_optimizer_step for each in trainer.callback_handler.callbacks)
-        if trainer.args.fp16 or all(each is transformers.TrainerCallback.on_pre_optimizer_step for each in looks):
+        silent = transformers.TrainerCallback.on_pre_optimizer_step
+        looked_at = any(type(each).on_pre_optimizer_step is not silent for each in trainer.callback_handler.callbacks)
+        if trainer.args.fp16 or not looked_at:
             return self._norm
-        params = [param for param in model.parameters() if param.grad is not None]
-        norm = nn.utils.get_total_norm([param.grad.float() for param in params if param.grad is not None])
-        nn.utils.clip_grads_with_norm_(params, trainer.args.max_grad_norm, norm)
+        norm = nn.utils.get_total_norm([param.grad.float() for param in model.parameters() if param.grad is not None])
+        nn.utils.clip_grads_with_norm_(model.parameters(), trainer.args.max_grad_norm, norm)
         trainer.optimizer.max_norm = None
         self._clipped_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         return self._norm

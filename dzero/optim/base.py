@@ -252,6 +252,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             closure: Computes the gradients and returns the loss, which is then returned here.
 
         Raises:
+            ValueError: The parameter groups hold a parameter twice, or one that is not the model's.
             RuntimeError: There are no gradients, backward raised, no microbatch was the last one, the microbatches do
                 not fit the layout, or an fp16 loss was not scaled.
         """

@@ -17,6 +17,7 @@ from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, OffloadConfig
+from dzero.estimate.transfers import moved_of
 from dzero.zero.dtensors import local_of
 
 HOSTED = {"param": "host", "grad": "host", "master": "host", "moments": "host"}
@@ -139,6 +140,10 @@ def moved(rank: int, ranks: int, code: str, bits: int) -> None:
     root = payload(sharded.units[-1])
     in_a_step = microbatches * (2 * every - (root if ranks > 1 else 0))
     assert use["FETCH"].moved_bytes == 3 * in_a_step + root, (use, in_a_step, root)
+    planned = moved_of(sharded.layout, sharded.shapes)
+    assert planned.back == in_a_step
+    in_bf16 = sum(2 * param.shard_elems(ranks) for unit in sharded.shapes for param in unit.params)
+    assert sum(unit.encoded for unit in planned.units.values()) == every + in_bf16
     assert counted["COMPUTE encode"] == 3 * len(sharded.units) + 1, counted  # one more is for the next step's root
     stored = sum(2 * local_of(param.detach()).numel() for param in sharded.named_params().values())
     assert bits < 8 or 0.4 * stored < every < 0.7 * stored
