@@ -127,6 +127,7 @@ class _Step:
         self.lanes, self._ahead = _Lanes(one_by_one=hardware.devices_are_host), not hardware.devices_are_host
         self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
         self._order = [unit.name for unit in update_order(units)]
+        self._updated = [unit.name for unit in update_order(units, layout.offload.mode)]
         self._early = BufferLayout(layout, units).early
         self._again = {unit.name: layout.of_unit(unit).gathers_again for unit in units}
         self._shared = {unit.name for unit in units if unit.shared_by > 1}
@@ -146,7 +147,7 @@ class _Step:
         """Add the bars from one step's decision to the next; for overlap=step, from first gather to last update."""
         from_before = self._layout.offload.mode != "step"
         if from_before:
-            for name in self._order:
+            for name in self._updated:
                 if name in self._early:
                     self._send_back(name, 0.0)
                 else:
@@ -157,11 +158,11 @@ class _Step:
             for direction in (FORWARD, BACKWARD):
                 self._pass(direction, index)
         decided_s = self._decide(max(self._reduced_s.values()))
-        for name in self._order:
+        for name in self._updated:
             seconds = self._durations.updated_on_device(self._moves[name].device_elems)
             self.lanes.add(UPDATE, UPDATE, name, seconds, decided_s)
         if not from_before:
-            list(self._update(self._order, decided_s))
+            list(self._update(self._updated, decided_s))
 
     def _decide(self, reduced_s: float) -> float:
         """Add the collectives in which all ranks agree on norm and loss."""

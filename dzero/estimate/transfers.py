@@ -185,7 +185,7 @@ def _states_read(buffer_layout: BufferLayout, units: Sequence[UnitShape]) -> dic
     read: dict[str, int] = {}
     sizes, holds = buffer_layout.piece_bytes(), dict[str, str]()
     for _ in range(2):
-        for unit in update_order(units):
+        for unit in update_order(units, buffer_layout.layout.offload.mode):
             pairs = buffer_layout.pairs("states", unit.name)
             read[unit.name] = sum(sizes[pair.disk] for pair in pairs if holds.get(pair.host) != unit.name)
             holds |= {pair.host: unit.name for pair in pairs}

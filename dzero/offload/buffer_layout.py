@@ -11,7 +11,7 @@
                       or to the param slot
     landing 0, 1      gradients of a later microbatch, to be added         gradients accumulate on the host
     stage 0, 1        device moments while they are updated on the host    only master's tier is host
-    undo <unit>       values that a speculative update overwrites          overlap=backward, within its budget
+    undo <unit>       the other place of states that an update overwrites  overlap=backward, within its budget
     <kind> turn k     the same, in a slot that units share in turn         the kind's tier is disk; for work, master's
     passing turn k    device gradients on their way to an update           only master's tier is disk
 
@@ -99,10 +99,12 @@ class BufferLayout:
 
     Attributes:
         at: Location by (parameter name, key). The key is a kind of state, "remainder", "work", "landing", or a key of
-            `moment_fields`; "undo <key>" is where a speculative update saves the state. The location of a payload is
+            `moment_fields`; "undo <key>" is the state's other place (`offload/undo.py`). The location of a payload is
             that of (host slot that it is made of, "payload").
         payloads: What each unit is fetched as, except for parameters that are fetched as they are stored.
         early: Names of units that may be updated before the step is decided.
+        undo_places: Where in its undo slot each of them has the contents of slots that an update overwrites, as bytes,
+            by unit and slot.
     """
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
@@ -117,7 +119,8 @@ class BufferLayout:
             for param in unit.params:
                 self._place(unit.name, index, param, shard)
         self.payloads = {unit.name: tuple(self._place_payloads(unit)) for unit in units}
-        self.early = self._place_undo()
+        self.early = self._early_units()
+        self.undo_places = {unit.name: self._place_undo(unit) for unit in units if unit.name in self.early}
 
     def on_host(self, kind: str, name: str) -> bool:
         """Return whether a parameter's "param", "frozen", "grad", "master" or "moments" is on the host or on disk."""
@@ -236,8 +239,8 @@ class BufferLayout:
                 within=replace(blocks, starts=starts),
             )
 
-    def _place_undo(self) -> frozenset[str]:
-        """Place undo and spare slots in backward order within the budget, and return the names of their units."""
+    def _early_units(self) -> frozenset[str]:
+        """Return the units, in backward order, whose undo and spare slots are within the budget."""
         left = self.layout.offload.undo_bytes if self.layout.offload.mode == "backward" else 0
         early = set()
         for unit in reversed(self.units):
@@ -249,20 +252,22 @@ class BufferLayout:
             if here and 0 < size <= left:
                 early.add(unit.name)
                 left -= size
-                if on_host:
-                    self._place_saved(unit.name, trained)
         return frozenset(early)
 
-    def _place_saved(self, unit: str, names: Sequence[str]) -> None:
+    def _place_undo(self, unit: UnitShape) -> dict[str, BufferSlice]:
         """Lay out the undo slot of a unit: its overwritten slots one after the other, each as it is."""
-        start, undo = 0, f"undo {unit}"
+        start, undo, places = 0, f"undo {unit.name}", dict[str, BufferSlice]()
         fields = [key for key, _, _ in moment_fields(self.layout, 0)]
-        for slot in self.overwritten(unit):
-            for name, key in product(names, ("master", "remainder", "work", *fields)):
-                if (place := self.at.get((name, key))) is not None and place.slot == slot:
-                    self.at[name, f"undo {key}"] = replace(place, slot=undo, start_bytes=start + place.start_bytes)
-            start += aligned(self._used[unit, slot])
-        self._used[unit, undo] = start
+        for slot in self.overwritten(unit.name):
+            for param, key in product(unit.params, ("master", "remainder", "work", *fields)):
+                if (place := self.at.get((param.name, key))) is not None and place.slot == slot:
+                    other = replace(place, slot=undo, start_bytes=start + place.start_bytes)
+                    self.at[param.name, f"undo {key}"] = other
+            places[slot] = BufferSlice(undo, start, torch.uint8, self._used[unit.name, slot])
+            start += aligned(self._used[unit.name, slot])
+        if places:
+            self._used[unit.name, undo] = start
+        return places
 
     def _place(self, unit: str, index: int, param: ParamShape, shard: int) -> None:
         name, own_slot = param.name, self._slot

@@ -1,10 +1,10 @@
 """Construction of a step's schedule from the buffer layout.
 
 Parameters are fetched for forward, and again in reverse order for backward; if they are fetched in blocks, they are
-encoded first. Gradients are evicted in backward, last unit first. Updates run in the order in which the next forward
-needs the units; those that run in backward already, in this order among the units whose gradients have arrived. States
-on disk are loaded before their use and spilled after it. Units share host slots in turn, so that load, update and spill
-of different units overlap.
+encoded first. Gradients are evicted in backward, last unit first. Updates run in the order of `update_order`. Those
+that run in backward already do so in the order in which the next forward needs the units, among the units whose
+gradients have arrived. States on disk are loaded before their use and spilled after it. Units share host slots in turn,
+so that load, update and spill of different units overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def schedule_of(buffer_layout: BufferLayout) -> OffloadSchedule:
     for unit in reversed(buffer_layout.units):
         for action in _backward(buffer_layout, unit):
             actions.setdefault(action.key, action)
-    for unit in update_order(buffer_layout.units):
+    for unit in update_order(buffer_layout.units, buffer_layout.layout.offload.mode):
         for action in _update(buffer_layout, unit):
             actions.setdefault(action.key, action)
     return OffloadSchedule(buffer_layout.slots(), tuple(actions.values()))
@@ -73,8 +73,6 @@ def _update(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]
     here = any(buffer_layout.updated_on_host(name) for name in names)
     fetched = any(buffer_layout.travels("grad", name) and not buffer_layout.updated_on_host(name) for name in names)
     actions = _from_disk(buffer_layout, "grad", unit) + _from_disk(buffer_layout, "states", unit)
-    if unit.name in buffer_layout.early:
-        actions += _on(buffer_layout, ActionKind.COMPUTE, "undo", unit, ["master", "moments", "work", "undo"])
     if any(buffer_layout.travels("moments", name) for name in names):
         actions += _on(buffer_layout, ActionKind.EVICT, "moments", unit, ["stage", "moments"])
         actions += _on(buffer_layout, ActionKind.FETCH, "moments", unit, ["stage", "moments"])
@@ -83,16 +81,20 @@ def _update(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]
     if here:
         in_place = ["param"] if _in_place(buffer_layout, unit) else []
         actions += _on(
-            buffer_layout, ActionKind.COMPUTE, "update", unit, [*GRADS, "master", "moments", "work", "stage", *in_place]
+            buffer_layout,
+            ActionKind.COMPUTE,
+            "update",
+            unit,
+            [*GRADS, "master", "moments", "work", "undo", "stage", *in_place],
         )
     actions += _to_disk(buffer_layout, "states", unit)
-    made = "master" if buffer_layout.own else "work"
+    made = ["master", "undo"] if buffer_layout.own else ["work", "undo"] if buffer_layout.layout.remainder else ["work"]
     if any(buffer_layout.published(name) for name in names):
-        actions += _on(buffer_layout, ActionKind.COMPUTE, "publish", unit, [made, "param"])
+        actions += _on(buffer_layout, ActionKind.COMPUTE, "publish", unit, [*made, "param"])
     if spilled := _to_disk(buffer_layout, "work", unit):
-        actions += [*spilled, *_on(buffer_layout, ActionKind.COMPUTE, "merge", unit, [made, "param"])]
+        actions += [*spilled, *_on(buffer_layout, ActionKind.COMPUTE, "merge", unit, [*made, "param"])]
     if any(buffer_layout.updated_on_host(name) and not buffer_layout.on_host("param", name) for name in names):
-        actions += _on(buffer_layout, ActionKind.FETCH, "work", unit, [made])
+        actions += _on(buffer_layout, ActionKind.FETCH, "work", unit, made)
     return actions + (_visit(buffer_layout, "states", unit) if buffer_layout.pairs("states", unit.name) else [])
 
 
@@ -129,6 +131,11 @@ def _visit(buffer_layout: BufferLayout, what: str, unit: UnitShape) -> list[Offl
     ]
 
 
-def update_order(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units in the order in which the next forward gathers them: the root, last in `units`, is first."""
-    return [*units[-1:], *units[:-1]]
+def update_order(units: Sequence[Unit], overlap: str = "forward") -> list[Unit]:
+    """Return the units in the order in which their updates start.
+
+    This is the order in which the next forward gathers them: the root, last in `units`, is first. With
+    overlap="delayed", whose new parameters forward does not use yet, it is the order in which backward needs the
+    gradients' slots again: the root is last, and of the others the last is first.
+    """
+    return [*units[-2::-1], *units[-1:]] if overlap == "delayed" else [*units[-1:], *units[:-1]]

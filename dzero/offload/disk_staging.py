@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dzero.offload.buffer_layout import BufferLayout, SlotPair, spare_of
+from dzero.offload.buffer_layout import BufferLayout, BufferSlice, SlotPair, spare_of
 from dzero.offload.disk import DiskStore
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.schedule import ActionKey, ActionKind
@@ -38,14 +38,22 @@ class DiskStaging:
             self._start(ActionKind.LOAD, what, unit, missing)
         self.hold(what, unit)
 
-    def spill(self, what: str, unit: str, *, early: bool = False) -> None:
-        """Start writing a unit's host slots to disk; if `early`, to the spare slots, until `keep` or `drop`."""
+    def spill(self, what: str, unit: str, *, early: bool = False, exchanged: bool = False) -> None:
+        """Start writing a unit's host slots to disk.
+
+        Args:
+            what: As in `BufferLayout.pairs`.
+            unit: Name of the unit.
+            early: Whether to write to the spare slots, until `keep` or `drop`.
+            exchanged: Whether the contents of slots that an update overwrites are in the unit's undo slot.
+        """
         pairs = self._buffer_layout.going(what, unit)
         if not pairs:
             return
         if early:
             self._early[unit] = {pair.disk for pair in pairs}
-        self._start(ActionKind.SPILL, what, unit, [(pair, self._piece(pair, other=early)) for pair in pairs])
+        moves = [(pair, self._piece(pair, other=early)) for pair in pairs]
+        self._start(ActionKind.SPILL, what, unit, moves, exchanged=exchanged)
         for pair in pairs:
             self._forget({slot for slot, disk in self._held.items() if disk == pair.disk and slot != pair.host})
 
@@ -96,10 +104,22 @@ class DiskStaging:
     def _forget(self, slots: set[str]) -> None:
         self._held = {slot: disk for slot, disk in self._held.items() if slot not in slots}
 
-    def _start(self, kind: ActionKind, what: str, unit: str, moves: Sequence[tuple[SlotPair, str]]) -> None:
+    def _start(
+        self,
+        kind: ActionKind,
+        what: str,
+        unit: str,
+        moves: Sequence[tuple[SlotPair, str]],
+        *,
+        exchanged: bool = False,
+    ) -> None:
         assert self.store is not None, "nothing is on disk"
         sizes = self.store.sizes
-        buffers = {piece: self._executor.leases[pair.host].view(torch.uint8, sizes[piece]) for pair, piece in moves}
+        undo = self._buffer_layout.undo_places[unit] if exchanged else {}
+        buffers = {
+            piece: self._executor.view(undo.get(pair.host, BufferSlice(pair.host, 0, torch.uint8, sizes[piece])))
+            for pair, piece in moves
+        }
         transfer = self.store.read if kind is ActionKind.LOAD else self.store.write
         self._executor.compute(
             ActionKey(kind, what, unit), partial(_all, transfer, buffers), sum(sizes[piece] for piece in buffers)

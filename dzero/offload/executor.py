@@ -113,7 +113,7 @@ class ScheduleExecutor:
         self._users: dict[str, Future[Any]] = {}
         self._chains: weakref.WeakKeyDictionary[Future[Any], Chain] = weakref.WeakKeyDictionary()
         self._tails: dict[str, Chain] = {}
-        self._leaving: deque[Future[Any]] = deque()
+        self._leaving: deque[tuple[ActionKey, Future[Any]]] = deque()
         self._lanes: dict[str, Lane] = {}
         self._open_lanes(schedule.actions)
         weakref.finalize(self, _end, self._lanes)
@@ -165,9 +165,10 @@ class ScheduleExecutor:
             future.add_done_callback(partial(_pass_failure, enqueued))
             self._enqueued[key] = enqueued
         if key.kind is ActionKind.EVICT:
-            self._leaving.append(future)
+            self._leaving.append((key, future))
             while len(self._leaving) > LEAVING:
-                self._leaving.popleft().result()
+                oldest, left = self._leaving.popleft()
+                self._wait(oldest, left, left)
         return future
 
     def compute(self, key: ActionKey, work: Callable[[], Any], moved_bytes: int = 0) -> Future[Any]:

@@ -76,7 +76,7 @@ class OffloadManager:
         self.executor = ScheduleExecutor(self.schedule, self.memory_pool, device)
         self.staging = DiskStaging(self.buffer_layout, self.executor, _store(config, self.buffer_layout.piece_bytes()))
         self.undo = Undo(self.buffer_layout, self.executor, self.staging)
-        self._outgoing = ParamWriteback(sharded, self.buffer_layout, self.executor, self.staging)
+        self._outgoing = ParamWriteback(sharded, self.buffer_layout, self.executor, self.staging, self.undo)
         self._sharded, self._mode = sharded, config.mode
         self._kept: set[str] = set()
         self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
@@ -254,7 +254,8 @@ class OffloadManager:
     def _load_ahead(self) -> None:
         """Start loading the states that the next step updates first, as long as each unit has host slots of its own."""
         taken: set[str] = set()
-        kept = [unit.name for unit in update_order(self.buffer_layout.units) if unit.name in self._kept]
+        units = update_order(self.buffer_layout.units, self._mode)
+        kept = [unit.name for unit in units if unit.name in self._kept]
         for unit in kept[:DISK_TURNS]:
             slots = {pair.host for pair in self.buffer_layout.pairs("states", unit)}
             if slots & taken:  # it would overwrite a unit that has not been used yet
@@ -277,6 +278,7 @@ class OffloadManager:
     def await_updates(self) -> None:
         """Wait until all started actions have ended, without sending what is held back; raises OffloadError."""
         self.executor.drain()
+        self.undo.bring_home()
 
     def come_to_rest(self) -> None:
         """Roll back speculative updates, and wait for all work of an optimizer that is gone; raises OffloadError."""
@@ -286,7 +288,7 @@ class OffloadManager:
     def synchronize(self) -> None:
         """Wait until all started actions have ended and every working copy is in its storage; raises OffloadError."""
         self._outgoing.release()
-        self.executor.drain()
+        self.await_updates()
         if self._outgoing.incoming is not None:
             self._outgoing.incoming.forget_all()
 

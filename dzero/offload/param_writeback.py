@@ -23,6 +23,7 @@ from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.lane import copy_all
 from dzero.offload.param_prefetch import ParamPrefetch
 from dzero.offload.schedule import ActionKey, ActionKind
+from dzero.offload.undo import Undo
 from dzero.zero.sharded import Sharded
 
 
@@ -38,9 +39,14 @@ class ParamWriteback:
     """Writes back the working copies of units; with overlap=delayed one step later."""
 
     def __init__(
-        self, sharded: Sharded, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging
+        self,
+        sharded: Sharded,
+        buffer_layout: BufferLayout,
+        executor: ScheduleExecutor,
+        staging: DiskStaging,
+        undo: Undo,
     ) -> None:
-        self._buffer_layout, self._executor, self._staging = buffer_layout, executor, staging
+        self._buffer_layout, self._executor, self._staging, self._undo = buffer_layout, executor, staging, undo
         self._units = {unit.shape.name: unit for unit in sharded.units}
         self._delays = False
         self._held_back: list[tuple[str, Sequence[PendingWriteback]]] = []
@@ -100,7 +106,7 @@ class ParamWriteback:
     def _spill(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """Spill new working copies; if the update made only a part of a unit's, merge them with the rest first."""
         if self._buffer_layout.makes_all(unit, {each.name for each in work}):
-            self._staging.spill("work", unit)
+            self._staging.spill("work", unit, exchanged=self._undo.is_exchanged(unit))
             return
         self._staging.load("param", unit)
         made = [(self._home(each), each.made) for each in work if self._buffer_layout.on_disk("param", each.name)]

@@ -1,14 +1,15 @@
-"""Speculative updates: they run before the step is decided, and can be rolled back (offload.overlap=backward).
+"""Speculative updates: they run before the step is decided, and can be undone (offload.overlap=backward).
 
 The step is decided when all ranks have the gradient norm, and so the clipping factor, or know that the step is skipped
-(`optim/grad_decision.py`). Until then a speculative update keeps what it overwrites:
+(`optim/grad_decision.py`). Until then a speculative update leaves the old states as they are:
 
-    states in     kept by a speculative update
-    host memory   old values, which the update writes to the unit's undo slot in the same pass
-    disk          nothing: the new states are written to spare slots
+    states in     where a speculative update writes the new ones
+    host memory   the unit's undo slot; if they are there already, the slots that they came from
+    disk          spare slots on disk
 
-Pieces of an update that run after it was committed save nothing. An update that is rolled back before it begins does
-nothing. Between two pieces, updates of units that forward needs sooner go first.
+When the update is committed, the two places are exchanged; nothing is copied. An update that is rolled back stops, and
+what it wrote is ignored. Code outside a step knows only the first place, so `bring_home` copies the states there.
+Between two pieces of an update, updates of units that forward needs sooner go first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.disk_staging import DiskStaging
@@ -28,46 +31,40 @@ class SpeculativeUpdate:
     """Update of a unit that was started before the step is decided.
 
     Attributes:
-        update: Updates the unit piece by piece. It calls its argument before each piece, which tells whether the piece
-            must save in the undo slot what it overwrites.
-        restore: Copies what was overwritten back from the undo slot.
-        kept: Whether the update counts. None: the step is not decided.
-        begun: Whether the update has begun.
+        update: Updates the unit piece by piece, out of place. It calls its argument before each piece, which tells
+            whether to go on.
+        is_undone: Whether the update has been rolled back.
     """
 
     update: Callable[[Callable[[], bool]], None]
-    restore: Callable[[], None]
-    kept: bool | None = None
-    begun: bool = False
+    is_undone: bool = False
 
     def run(self, give_way: Callable[[], None]) -> None:
-        """Run the update, unless it has been rolled back; call `give_way` between two pieces."""
-        if self.kept is False:
-            return
-        self.begun = True
+        """Run the update as long as it is not rolled back; call `give_way` before each piece."""
 
         def before_piece() -> bool:
             give_way()
-            return not self.kept  # all pieces of an update that is rolled back are saved, so that all can be restored
+            return not self.is_undone
 
-        self.update(before_piece)
-
-    def undo(self) -> None:
-        """Restore what the update has overwritten, if it has begun."""
-        if self.begun:
-            self.restore()
+        if not self.is_undone:
+            self.update(before_piece)
 
 
 class Undo:
-    """Speculative updates by unit: each is started, then committed or rolled back."""
+    """Speculative updates by unit: each is started, then committed or rolled back. Must be used by one thread."""
 
     def __init__(self, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging) -> None:
         self._buffer_layout, self._executor, self._staging = buffer_layout, executor, staging
         self._undecided: dict[str, SpeculativeUpdate] = {}
+        self._exchanged: set[str] = set()
 
     def has_room(self, unit: str) -> bool:
         """Return whether a unit may be updated before the step is decided."""
         return unit in self._buffer_layout.early
+
+    def is_exchanged(self, unit: str) -> bool:
+        """Return whether a unit's states are in its undo slot, once all started actions have ended."""
+        return unit in self._exchanged
 
     def start(self, unit: str, update: SpeculativeUpdate) -> None:
         """Start an update of a unit that can be rolled back."""
@@ -80,19 +77,25 @@ class Undo:
 
     def commit(self, unit: str) -> None:
         """Make a unit's speculative update final."""
-        self._undecided.pop(unit).kept = True
+        del self._undecided[unit]
         self._staging.keep(unit)
+        if self._buffer_layout.undo_places[unit]:
+            self._exchanged ^= {unit}
 
     def rollback(self, unit: str) -> None:
-        """Start rolling back a unit's speculative update."""
-        if (update := self._undecided.pop(unit, None)) is None:  # `take_all_back` has done it
-            return
-        update.kept = False
-        self._staging.drop(unit)
-        if self._buffer_layout.overwritten(unit):
-            self._executor.compute(ActionKey(ActionKind.COMPUTE, "undo", unit), update.undo)
+        """Roll back a unit's speculative update."""
+        if (update := self._undecided.pop(unit, None)) is not None:  # else `take_all_back` has done it
+            update.is_undone = True
+            self._staging.drop(unit)
 
     def take_all_back(self) -> None:
-        """Start rolling back all updates that have not been committed."""
+        """Roll back all updates that have not been committed."""
         for unit in [*self._undecided]:
             self.rollback(unit)
+
+    def bring_home(self) -> None:
+        """Copy states that are in undo slots to the slots that they came from, when all started actions have ended."""
+        for unit in self._exchanged:
+            for slot, place in self._buffer_layout.undo_places[unit].items():
+                self._executor.leases[slot].view(torch.uint8, place.elems).copy_(self._executor.view(place))
+        self._exchanged = set()

@@ -197,8 +197,10 @@ class AdamW(MasterOptimizer):
             return False
         pending, how = self._plan(grads, 1.0 / self.scaler.scale)
         if pending:
-            updates = [*pending.values()]
-            self._ahead.start(unit, how, partial(self._run, how, updates), partial(_restore, updates))
+            updates, exchanged = [*pending.values()], self.offload.undo.is_exchanged(unit)
+            for each in updates:
+                each.exchanged = exchanged
+            self._ahead.start(unit, how, partial(self._run, how, updates))
         return bool(pending)
 
     def rollback(self) -> None:
@@ -234,16 +236,15 @@ class AdamW(MasterOptimizer):
     ) -> None:
         """Run updates on one device; `before_piece` is that of `AdamWUpdater.run`."""
         for some in _decoded_together(pending):
-            updates, saves = [], before_piece is not None and before_piece()
+            updates = []
             for each in some:
                 step, coefficients = how[each.stored.name]
-                if saves:
-                    each.stored.save_moments8()
-                updates.append(ParamUpdate(each.stored.states(each.moved), each.grad, coefficients, step))
+                states = each.stored.states(each.moved, exchanged=each.exchanged)
+                updates.append(ParamUpdate(states, each.grad, coefficients, step))
             self._updater.run(updates, before_piece)
             for update, each in zip(updates, some, strict=True):
                 if each.stored.moments8:
-                    each.stored.keep(update.states)
+                    each.stored.keep(update.states, exchanged=each.exchanged != (before_piece is not None))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of a state dict into the existing states, bit for bit.
@@ -395,11 +396,6 @@ def _decoded_together(pending: Sequence[PendingUpdate[ParamState]]) -> Iterator[
         some.append(each)
         elems += decoded
     yield some
-
-
-def _restore(pending: Sequence[PendingUpdate[ParamState]]) -> None:
-    for each in pending:
-        each.stored.restore()
 
 
 def _each(do: Callable[[ParamState, Value], None], values: Iterable[tuple[ParamState, Value]]) -> None:

@@ -2,7 +2,7 @@
 
     kernel        reads                            writes                     used for
     adamw         grad, param, master, m, v        param, master, m, v,       the update (math: adamw_math.py)
-                                                   their old values           if it may be rolled back
+                                                   there or elsewhere         elsewhere if it may be rolled back
     sum_squares   grad                             one fp64                   the norm and the finite check
     accumulate    acc, grad                        acc, one fp64              gradients of several microbatches
 
@@ -37,21 +37,35 @@ def _mix(x):  # type: ignore[no-untyped-def]
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-SAVED_ELEMS = 128
-"""Elements whose old values are saved at a time, so that their update finds them in the first cache."""
+BLOCK_ELEMS = 128
+"""Elements that are updated at a time out of place: in a block that stays in the first cache."""
+BLOCK_BYTES = 4 * BLOCK_ELEMS
 
 
 @numba.njit(inline="always")
-def _save(undo, states, start, elems, moment_bytes):  # type: ignore[no-untyped-def]
-    """Copy elements of a parameter's states to the addresses in `undo`, whose columns are those of `states`."""
+def _enter(places, block, states, targets, start, elems, moment_bytes):  # type: ignore[no-untyped-def]
+    """Fill in the addresses where elements are updated: in `block`, with their values, if they have a target."""
     for column, elem_bytes in ((0, 2), (1, 4), (2, 2), (3, moment_bytes), (4, moment_bytes)):
-        if undo[column]:
-            stream(undo[column] + start * elem_bytes, states[column] + start * elem_bytes, elems * elem_bytes)
+        places[column] = states[column] + start * elem_bytes
+        if targets[column]:
+            values = carray(pointer(places[column]), elems * elem_bytes // 2, np.uint16)
+            places[column] = block + column * BLOCK_BYTES
+            updated = carray(pointer(places[column]), elems * elem_bytes // 2, np.uint16)
+            for i in range(elems * elem_bytes // 2):
+                updated[i] = values[i]
+
+
+@numba.njit(inline="always")
+def _leave(places, targets, start, elems, moment_bytes):  # type: ignore[no-untyped-def]
+    """Copy the updated elements of a block to their targets."""
+    for column, elem_bytes in ((0, 2), (1, 4), (2, 2), (3, moment_bytes), (4, moment_bytes)):
+        if targets[column]:
+            stream(targets[column] + start * elem_bytes, places[column], elems * elem_bytes)
 
 
 @cache
 def adamw_kernel(
-    *, grad_bf16: bool, master: str, moments_bf16: bool, follows: bool = False, saves: bool = False
+    *, grad_bf16: bool, master: str, moments_bf16: bool, follows: bool = False, apart: bool = False
 ) -> Callable[..., None]:
     """Compile the AdamW kernel for one combination of dtypes.
 
@@ -65,25 +79,27 @@ def adamw_kernel(
         moments_bf16: Whether the moments are bf16. They are fp32 otherwise.
         follows: Whether an element of the working copy that differs from its rounded fp32 master, and so was edited,
             replaces the master before the update.
-        saves: Whether states are copied to their addresses in the table `undo` before they are overwritten.
+        apart: Whether new states are written to their addresses in the table `targets`, and the old ones kept.
     """
     grad_type, grad_bytes = (np.uint16, 2) if grad_bf16 else (np.float32, 4)
     moment_type, moment_bytes = (np.uint16, 2) if moments_bf16 else (np.float32, 4)
+    no_targets = np.zeros(5, np.int64)
 
-    def kernel(states, undo, chunks, begin, end, chunk_elems, grads, seeds, rows, coefficients):  # type: ignore[no-untyped-def]
+    def kernel(states, targets, chunks, begin, end, chunk_elems, grads, seeds, rows, coefficients):  # type: ignore[no-untyped-def]
+        places, memory = np.empty(5, np.int64), np.empty(5 * BLOCK_BYTES, np.uint8)
         for chunk in range(begin, end):
             param, first = chunks[chunk, 0], np.int64(chunks[chunk, 1]) * chunk_elems
-            last = min(first + chunk_elems, states[param, 5])
-            for start in range(first, last, SAVED_ELEMS if saves else chunk_elems):
-                row, size = states[param], min(last - start, SAVED_ELEMS) if saves else last - start
-                if saves:
-                    _save(undo[param], row, start, size, moment_bytes)
+            row, target = states[param], targets[param] if apart else no_targets
+            last = min(first + chunk_elems, row[5])
+            for start in range(first, last, BLOCK_ELEMS if apart else chunk_elems):
+                size = min(last - start, BLOCK_ELEMS) if apart else last - start
+                _enter(places, memory.ctypes.data, row, target, start, size, moment_bytes)
                 grad = carray(pointer(grads[param] + start * grad_bytes), size, grad_type)
-                work = carray(pointer(row[0] + start * 2), size, np.uint16)
-                state = carray(pointer(row[1] + start * 4), size, np.float32)
-                remainder = carray(pointer(row[2] + start * 2), size, np.int16)
-                m = carray(pointer(row[3] + start * moment_bytes), size, moment_type)
-                v = carray(pointer(row[4] + start * moment_bytes), size, moment_type)
+                work = carray(pointer(places[0]), size, np.uint16)
+                state = carray(pointer(places[1]), size, np.float32)
+                remainder = carray(pointer(places[2]), size, np.int16)
+                m = carray(pointer(places[3]), size, moment_type)
+                v = carray(pointer(places[4]), size, moment_type)
                 index, seed = row[6] + start, np.uint32(seeds[param])
                 scale, b1, c1, b2, c2, root, eps, decay, rate = coefficients[rows[param]]
                 for i in range(size):
@@ -119,6 +135,8 @@ def adamw_kernel(
                         work[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
                         if master == "remainder":
                             remainder[i] = np.int16(bits & np.uint32(0xFFFF))
+                if apart:
+                    _leave(places, target, start, size, moment_bytes)
 
     return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
 

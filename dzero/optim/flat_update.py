@@ -1,4 +1,4 @@
-"""AdamW updates of one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
+"""AdamW updates of one rank's flat states, in chunks so that no temporary has a parameter's size.
 
     states           executed by                                             result
     CPU              `cpu_kernels.adamw_kernel`, calls per storage variant   the bits of `adamw_math.adamw`
@@ -6,7 +6,8 @@
     CUDA             `adamw_triton.adamw_kernel`, a launch per variant       the same bits
     without memory   nothing                                                 none: a simulation has no values
 
-Tables of the states' addresses are built once (`optim/update_table.py`). Each step adds the addresses of its gradients.
+Updates are in place, except those on a CPU that may be undone: they write new states to `ParamStates.targets`. Tables
+of the states' addresses are built once (`optim/update_table.py`). Each step adds the addresses of its gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
 from queue import Empty, SimpleQueue
@@ -33,7 +34,7 @@ from dzero.optim.update_table import (
     Variant,
     chunks_by_variant,
     states_table,
-    undo_table,
+    targets_table,
 )
 from dzero.utils.numba_views import Array, has_memory
 from dzero.zero.rounding import join, split, to_working
@@ -53,8 +54,10 @@ class ParamStates:
         v: Second moment, of the dtype of `m`. Empty if the update rule keeps one moment.
         follows: Whether forward reads `work`, so that elements edited there since the last update replace the master's.
         passing: Whether these states are temporary and exist for one update only.
-        undo: Where an update that may be rolled back saves work, master, remainder, m and v; None for those that it
-            need not save.
+        targets: Where an update out of place writes work, master, remainder, m and v; None for those that it updates
+            in place.
+        exchanged: Whether the states are where an update out of place has written them, and the targets where it found
+            them.
     """
 
     name: str
@@ -66,7 +69,8 @@ class ParamStates:
     v: torch.Tensor
     follows: bool = False
     passing: bool = False
-    undo: tuple[torch.Tensor | None, ...] = (None,) * 5
+    targets: tuple[torch.Tensor | None, ...] = (None,) * 5
+    exchanged: bool = False
 
     def slice(self, start: int, length: int) -> ParamStates:
         """Return the states of elements [start, start + length) as views."""
@@ -75,14 +79,15 @@ class ParamStates:
             return None if state is None else state[start : start + length]
 
         m, v, work = (state[start : start + length] for state in (self.m, self.v, self.work))
-        master, remainder, undo = cut(self.master), cut(self.remainder), tuple(map(cut, self.undo))
-        return ParamStates(self.name, self.first + start, work, master, remainder, m, v, self.follows, True, undo)
+        master, remainder, targets = cut(self.master), cut(self.remainder), tuple(map(cut, self.targets))
+        return ParamStates(self.name, self.first + start, work, master, remainder, m, v, self.follows, True, targets)
 
-    def save(self) -> None:
-        """Copy the states to `undo`."""
-        for saved, state in zip(self.undo, (self.work, self.master, self.remainder, self.m, self.v), strict=True):
-            if saved is not None and state is not None:
-                saved.copy_(state)
+    def copied(self) -> ParamStates:
+        """Copy the states that have a target there, and return the states with these copies."""
+        names = ("work", "master", "remainder", "m", "v")
+        targets = {name: target for name, target in zip(names, self.targets, strict=True) if target is not None}
+        copies: dict[str, Any] = {name: target.copy_(getattr(self, name)) for name, target in targets.items()}
+        return replace(self, **copies, targets=(None,) * 5, passing=True)
 
 
 class ParamUpdate(NamedTuple):
@@ -104,7 +109,7 @@ class ParamUpdate(NamedTuple):
 
 
 BeforePiece = Callable[[], bool]
-"""Called before each piece of an update; returns whether the piece saves what it overwrites."""
+"""Called before each piece of an update; returns whether to go on."""
 
 Piece = TypeVar("Piece")
 KEPT_TABLES = 256
@@ -133,8 +138,8 @@ class AdamWUpdater:
 
         Args:
             updates: The updates.
-            before_piece: Called before each piece of updates on the host; returns whether states are copied to their
-                `undo` before the piece overwrites them. None: they are not.
+            before_piece: Called before each piece of updates on the host, which are then out of place, and end early
+                when it returns False. None: updates are in place.
         """
         alike: dict[tuple[str, torch.dtype], list[ParamUpdate]] = {}
         for update in updates:
@@ -143,8 +148,9 @@ class AdamWUpdater:
         for (device, _), some in alike.items():
             if device == "cpu" and (halves := [each for each in some if _is_fp16(each)]):
                 pieces = [piece for update in halves for piece in update.chunks(cpu_kernels.CHUNK_ELEMS)]
-                for at_once, saves in self._workers.in_turn(pieces, before_piece):
-                    self._workers.each(partial(_apply_with_torch, saves=saves), at_once)
+                apply = partial(_apply_with_torch, apart=before_piece is not None)
+                for at_once in self._workers.in_turn(pieces, before_piece):
+                    self._workers.each(apply, at_once)
                 some = [each for each in some if not _is_fp16(each)]
             if some:
                 self._update(some, before_piece)
@@ -169,7 +175,7 @@ class AdamWUpdater:
     def _kept(self, updates: list[ParamUpdate]) -> _Kept:
         """Return the table of these parameters, from the cache if their states are still the same objects."""
         first = updates[0].grad
-        key = (first.device, first.dtype, *(update.states.name for update in updates))
+        key = (first.device, first.dtype, updates[0].states.exchanged, *(update.states.name for update in updates))
         kept = self._tables.get(key)
         if kept is None or not all(map(is_, kept.states, (update.states for update in updates))):
             kept = _Kept([update.states for update in updates], first, self._workers)
@@ -186,9 +192,9 @@ class _Kept:
     def __init__(self, states: list[ParamStates], grad: torch.Tensor, workers: Workers) -> None:
         self.states = states
         dtypes = [grad.dtype] * len(states)
-        undo = [each.undo for each in states]
+        targets = [each.targets for each in states]
         self.table: CpuUpdateTable | CudaUpdateTable = (
-            CudaUpdateTable(states, dtypes) if grad.is_cuda else CpuUpdateTable(states, dtypes, workers, undo)
+            CudaUpdateTable(states, dtypes) if grad.is_cuda else CpuUpdateTable(states, dtypes, workers, targets)
         )
         noisy = any(each.m.dtype == torch.bfloat16 for each in states)
         self._seeds = NoiseSeeds([each.name for each in states]) if noisy else None
@@ -214,7 +220,7 @@ class CpuUpdateTable:
         states: States of all parameters.
         grad_dtypes: Dtypes of their gradients.
         workers: Threads that run the kernels.
-        undo: Where the states of each parameter can be saved, as in `ParamStates.undo`.
+        targets: Where the states of each parameter can be written out of place, as in `ParamStates.targets`.
     """
 
     def __init__(
@@ -222,11 +228,11 @@ class CpuUpdateTable:
         states: Sequence[LocalStates],
         grad_dtypes: Sequence[torch.dtype],
         workers: Workers,
-        undo: Sequence[Sequence[torch.Tensor | None]] = (),
+        targets: Sequence[Sequence[torch.Tensor | None]] = (),
     ) -> None:
         variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
         self._table, self._workers, self._chunk_elems = states_table(states), workers, cpu_kernels.CHUNK_ELEMS
-        self._undo = undo_table(undo)
+        self._targets = targets_table(targets)
         self._work = [
             (variant, chunks, self._ranges(chunks))
             for variant, chunks in chunks_by_variant(variants, self._table[:, 5], self._chunk_elems).items()
@@ -237,7 +243,7 @@ class CpuUpdateTable:
         left = self._table[chunks[:, 0], 5] - chunks[:, 1].astype(np.int64) * self._chunk_elems
         done = np.cumsum(np.minimum(left, self._chunk_elems))
         several = PIECES * self._workers.threads
-        if self._undo.any():  # between two pieces, another update may run
+        if self._targets.any():  # between two pieces, another update may run
             several = max(several, int(done[-1]) // self._chunk_elems)
         pieces = min(several, int(done[-1]) // ALONE_ELEMS) or 1
         ends = np.searchsorted(done, np.arange(1, pieces) * (int(done[-1]) / pieces)) + 1
@@ -258,20 +264,21 @@ class CpuUpdateTable:
         """
 
         def run(cut: tuple[int, int], kernel: Callable[..., None], chunks: Array) -> None:
-            kernel(self._table, self._undo, chunks, *cut, self._chunk_elems, grads, seeds, rows, coefficients)
+            kernel(self._table, self._targets, chunks, *cut, self._chunk_elems, grads, seeds, rows, coefficients)
 
         for variant, chunks, ranges in self._work:
-            for some, saves in self._workers.in_turn(ranges, before_piece):
-                self._workers.each(partial(run, kernel=_kernel(variant, saves=saves), chunks=chunks), some)
+            update = partial(run, kernel=_kernel(variant, apart=before_piece is not None), chunks=chunks)
+            for some in self._workers.in_turn(ranges, before_piece):
+                self._workers.each(update, some)
 
 
-def _kernel(variant: Variant, *, saves: bool) -> Callable[..., None]:
+def _kernel(variant: Variant, *, apart: bool) -> Callable[..., None]:
     return cpu_kernels.adamw_kernel(
         grad_bf16=variant.grad == torch.bfloat16,
         master=variant.master,
         moments_bf16=variant.moments_bf16,
         follows=variant.follows,
-        saves=saves,
+        apart=apart,
     )
 
 
@@ -285,13 +292,13 @@ class Workers:
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if threads > 1 or cores else None
 
-    def in_turn(
-        self, pieces: Sequence[Piece], before_piece: BeforePiece | None
-    ) -> Iterator[tuple[Sequence[Piece], bool]]:
-        """Yield `pieces`, one per thread at a time, each time with what `before_piece` returns; all at once without."""
+    def in_turn(self, pieces: Sequence[Piece], before_piece: BeforePiece | None) -> Iterator[Sequence[Piece]]:
+        """Yield `pieces`, one per thread at a time as long as `before_piece` returns True; all at once without it."""
         at_once = max(1, len(pieces)) if before_piece is None else self.threads
         for start in range(0, len(pieces), at_once):
-            yield pieces[start : start + at_once], before_piece is not None and before_piece()
+            if before_piece is not None and not before_piece():
+                return
+            yield pieces[start : start + at_once]
 
     def each(self, do: Callable[[Any], None], pieces: Sequence[Any]) -> None:
         """Call `do` on each of `pieces`, in the pool or, for one piece or without a pool, in the calling thread."""
@@ -313,10 +320,8 @@ def _is_fp16(update: ParamUpdate) -> bool:
 
 
 @torch.no_grad()
-def _apply_with_torch(update: ParamUpdate, *, saves: bool) -> None:
-    s = update.states
-    if saves:
-        s.save()
+def _apply_with_torch(update: ParamUpdate, *, apart: bool) -> None:
+    s = update.states.copied() if apart else update.states
     coefficients = update.coefficients.as_tensors(s.work.device)
     seed = adamw_math.noise_seed(s.name, update.step)
     step(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed, s.follows)

@@ -62,6 +62,10 @@ class MasterParam:
         """The parameter's local shard on the device, flat."""
         return local_of(self.param).view(-1)
 
+    def made(self, *, exchanged: bool) -> torch.Tensor | None:
+        """Return `work`: no update of a class runs early, so nothing is ever exchanged."""
+        return self.work
+
     @property
     def is_param(self) -> bool:
         """Whether the master is the parameter itself."""

@@ -4,7 +4,7 @@
     device        are fetched; moments are evicted again      updated in place
     host, disk    are evicted; moments are fetched again      sent to where forward reads it
 
-Updates on the host run in the offload's lanes, in the order in which the next forward needs them. On the device the
+Updates on the host run in the offload's lanes, in the order of `update_order`. On the device the
 states of the next unit are fetched while this one is updated. Without offload everything is updated at once.
 """
 
@@ -38,6 +38,9 @@ class UpdatedParam(Protocol):
     name: str
     work: torch.Tensor | None
 
+    def made(self, *, exchanged: bool) -> torch.Tensor | None:
+        """Return the working copy that an update on the host made; of states in the unit's undo slot if `exchanged`."""
+
     @property
     def local(self) -> torch.Tensor:
         """The parameter's local shard, flat."""
@@ -58,11 +61,13 @@ class PendingUpdate(Generic[States]):
         stored: The parameter with its states.
         grad: Gradient [local shard, flat].
         moved: Moments by key that were moved to where the update runs.
+        exchanged: Whether the update finds the states in the unit's undo slot.
     """
 
     stored: States
     grad: torch.Tensor
     moved: dict[str, torch.Tensor] = field(default_factory=dict)
+    exchanged: bool = False
 
 
 class OffloadedStep(Generic[States]):
@@ -70,7 +75,7 @@ class OffloadedStep(Generic[States]):
 
     def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
         self._offload, self._buffer_layout = offload, offload.buffer_layout
-        self._units = update_order([unit.shape for unit in sharded.units])
+        self._units = update_order([unit.shape for unit in sharded.units], sharded.layout.offload.mode)
         self._away = frozenset[str]().union(*updated_apart(self._buffer_layout))
 
     def start(
@@ -95,8 +100,8 @@ class OffloadedStep(Generic[States]):
             if on_host := [each for each in of_unit if self._buffer_layout.updated_on_host(each.stored.name)]:
                 if any(each.stored.name not in done for each in on_host):
                     self._start_on_host(unit, on_host, run)
-                else:
-                    self._send_work(unit, on_host)
+                self._send_work(unit, on_host)
+                self._put_moments_back(unit, on_host)
         if at_home:
             run(at_home)
         on_device = {
@@ -111,8 +116,9 @@ class OffloadedStep(Generic[States]):
         offload = self._offload
         grads: list[Move] = []
         moments: list[Move] = []
+        exchanged = offload.undo.is_exchanged(unit)
         for each in pending:
-            name, elems = each.stored.name, each.grad.numel()
+            name, elems, each.exchanged = each.stored.name, each.grad.numel(), exchanged
             if not self._buffer_layout.on_host("grad", name):
                 grads.append((offload.view(name, "grad", elems), each.grad))
                 each.grad = grads[-1][0]
@@ -124,12 +130,15 @@ class OffloadedStep(Generic[States]):
         if moments:
             offload.evict("moments", unit, moments)
         offload.update(unit, partial(run, pending))
-        self._send_work(unit, pending)
-        if moments:
-            offload.fetch("moments", unit, [(storage, staged) for staged, storage in moments])
 
     def _send_work(self, unit: str, pending: list[PendingUpdate[States]]) -> None:
-        self._offload.send(unit, work_of([each.stored for each in pending]))
+        exchanged = self._offload.undo.is_exchanged(unit)
+        self._offload.send(unit, work_of([each.stored for each in pending], exchanged=exchanged))
+
+    def _put_moments_back(self, unit: str, pending: list[PendingUpdate[States]]) -> None:
+        moments = [(each.stored.flat(key), staged) for each in pending for key, staged in each.moved.items()]
+        if moments:
+            self._offload.fetch("moments", unit, moments)
 
     def _update_on_device(self, by_unit: dict[str, list[PendingUpdate[States]]], run: Run) -> None:
         """Update parameters whose gradients or moments are fetched for it, one unit ahead."""
@@ -179,6 +188,7 @@ def device_of(stored: UpdatedParam) -> torch.device:
     return (stored.local if stored.work is None else stored.work).device
 
 
-def work_of(stored: Sequence[UpdatedParam]) -> list[PendingWriteback]:
-    """Return the working copies that the updates write on the host."""
-    return [PendingWriteback(each.name, each.work, each.local) for each in stored if each.work is not None]
+def work_of(stored: Sequence[UpdatedParam], *, exchanged: bool = False) -> list[PendingWriteback]:
+    """Return the working copies that the updates write on the host; `exchanged` is that of `UpdatedParam.made`."""
+    made = [(each, each.made(exchanged=exchanged)) for each in stored]
+    return [PendingWriteback(each.name, work, each.local) for each, work in made if work is not None]

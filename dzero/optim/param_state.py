@@ -77,7 +77,8 @@ class ParamState:
         off_device: Keys of the states that are stored off the device, in `offload`.
         kept: Keys of the moments that the parameter's rule uses.
         number: Index of the parameter in its optimizer.
-        undo: Tensors to which speculative updates save states before they overwrite them, by key, or "work".
+        undo: The other place of states (`offload/undo.py`) that have one, by key, or "work".
+        undo_moments8: The other place of 8-bit moments, by key.
     """
 
     name: str
@@ -94,7 +95,8 @@ class ParamState:
     kept: tuple[str, ...] = MOMENTS
     number: int = 0
     undo: dict[str, torch.Tensor] = field(default_factory=dict)
-    _kept: tuple[torch.Tensor, ParamStates] | None = None
+    undo_moments8: dict[str, QuantizedMoment] = field(default_factory=dict)
+    _kept: dict[bool, tuple[torch.Tensor, ParamStates]] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -113,8 +115,11 @@ class ParamState:
         for key in kept:
             elems = shape.shard_elems(layout.shard, layout.replica_shards)
             stored._create_moment(key, key == MOMENTS[0], elems, layout, placement)
-        saved = {key: placement.undo(stored.name, key, state) for key, state in stored.overwritten().items()}
-        stored.undo = {key: tensor for key, tensor in saved.items() if tensor is not None}
+        others = {key: placement.undo(stored.name, key, state) for key, state in stored.overwritten().items()}
+        stored.undo = {key: tensor for key, tensor in others.items() if tensor is not None}
+        for key, eight in stored.moments8.items():
+            if f"{key}_codes" in stored.undo:
+                stored.undo_moments8[key] = eight.like(stored.undo[f"{key}_codes"], stored.undo[f"{key}_scale"])
         return stored
 
     def _create_master(self, layout: Layout, placement: StatePlacement) -> None:
@@ -196,34 +201,60 @@ class ParamState:
             return join(values, self.flat("remainder"))
         return follow_edits(self.flat("master").clone(), values)
 
-    def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
+    def states(self, moved: Mapping[str, torch.Tensor] | None = None, *, exchanged: bool = False) -> ParamStates:
         """Return flat views for the update, with 8-bit moments decoded; `keep` encodes them again.
 
         Args:
             moved: Moments by key, in the memory where the update runs.
+            exchanged: Whether states that have another place are there, and this one is the target.
         """
         if moved or self.moments8:
-            return self._states(moved or {})
+            return self._states(moved or {}, exchanged)
         shard = local_of(self.param)
-        if self._kept is None or self._kept[0] is not shard:  # first call, or the model was moved
-            self._kept = shard, self._states({})
-        return self._kept[1]
+        if (kept := self._kept.get(exchanged)) is None or kept[0] is not shard:  # first call, or the model was moved
+            kept = self._kept[exchanged] = shard, self._states({}, exchanged)
+        return kept[1]
 
-    def _states(self, moved: Mapping[str, torch.Tensor]) -> ParamStates:
+    def _states(self, moved: Mapping[str, torch.Tensor], exchanged: bool) -> ParamStates:
         if self.param.dtype != self.dtype:
             raise RuntimeError(
                 f"{self.name} is {self.param.dtype} now, but its states were made for {self.dtype}: do not call .to() "
                 "or .half() after shard(); choose PrecisionConfig(param=...) instead"
             )
-        work = self.local if self.work is None else self.work
-        m, *others = (self.moments8[k].load() if self.moments8 else moved.get(k, self.flat(k)) for k in self.kept)
+        found, targets = self.overwritten(), self.undo
+        if exchanged:
+            found, targets = found | self.undo, {key: found[key] for key in self.undo}
+        made = self.made(exchanged=exchanged)
+        work = self.local if made is None else made
+        m, *others = (
+            self._moment8(k, exchanged).load() if self.moments8 else moved[k] if k in moved else found[k]
+            for k in self.kept
+        )
         v = others[0] if others else m.new_empty(0)
-        master = work if work.dtype == torch.float32 else self.flat("master") if "master" in self.tensors else None
-        remainder = self.flat("remainder") if "remainder" in self.tensors else None
+        master = work if work.dtype == torch.float32 else found.get("master")
         follows = self.work is None and "master" in self.tensors
         passing = bool(moved or self.moments8)
-        undo = tuple(map(self.undo.get, ("work", "master", "remainder", *MOMENTS)))
-        return ParamStates(self.name, self.first, work, master, remainder, m, v, follows, passing, undo)
+        return ParamStates(
+            self.name,
+            self.first,
+            work,
+            master,
+            found.get("remainder"),
+            m,
+            v,
+            follows,
+            passing,
+            tuple(map(targets.get, ("work", "master", "remainder", *MOMENTS))),
+            exchanged,
+        )
+
+    def made(self, *, exchanged: bool) -> torch.Tensor | None:
+        """Return the working copy that an update on the host made; of states in the unit's undo slot if `exchanged`."""
+        key = "master" if self.dtype == torch.float32 else "work"
+        return self.undo.get(key, self.work) if exchanged else self.work
+
+    def _moment8(self, key: str, exchanged: bool) -> QuantizedMoment:
+        return self.undo_moments8.get(key, self.moments8[key]) if exchanged else self.moments8[key]
 
     def overwritten(self) -> dict[str, torch.Tensor]:
         """Return the states that an update overwrites, by key, where it finds them."""
@@ -232,19 +263,6 @@ class ParamState:
             found["master" if self.dtype == torch.float32 else "work"] = self.work
         return found
 
-    def save_moments8(self) -> None:
-        """Save 8-bit moments for `restore`; other states are saved by the kernel that updates them."""
-        for key, eight in self.moments8.items():
-            for part, tensor in eight.tensors.items():
-                if (saved := self.undo.get(f"{key}_{part}")) is not None:
-                    saved.copy_(tensor)
-
-    def restore(self) -> None:
-        """Restore the states that a speculative update has saved."""
-        found = self.overwritten()
-        for key, saved in self.undo.items():
-            found[key].copy_(saved)
-
     def put_moment(self, key: str, values: torch.Tensor) -> None:
         """Store `values` [shard, flat] as a moment, rounded or encoded."""
         if key in self.moments8:
@@ -252,11 +270,11 @@ class ParamState:
         else:
             self.flat(key).copy_(values)
 
-    def keep(self, states: ParamStates) -> None:
-        """Encode the 8-bit moments after an update."""
+    def keep(self, states: ParamStates, *, exchanged: bool = False) -> None:
+        """Encode the 8-bit moments after an update, into their other place if `exchanged`."""
         for key, value in zip(MOMENTS, (states.m, states.v), strict=True):
             if key in self.moments8:
-                self.moments8[key].store(value)
+                self._moment8(key, exchanged).store(value)
 
     def portable_states(self) -> dict[str, tuple[torch.dtype, int]]:
         """Return dtype and number of elements of each state that `export_state` yields, by key.

@@ -70,6 +70,10 @@ class QuantizedMoment:
         """Use these tensors, with their current values, as storage of codes and scales."""
         self.state.codes, self.state.scale = codes, scale
 
+    def like(self, codes: torch.Tensor, scale: torch.Tensor) -> QuantizedMoment:
+        """Return a moment of the same format that is stored in these tensors, with their current values."""
+        return QuantizedMoment(type(self.state)(codes, scale, self.state.qmap, self.state.signed), self.elems)
+
     def clear(self) -> None:
         """Set all values to zero."""
         self.state.codes.zero_()

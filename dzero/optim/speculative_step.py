@@ -1,11 +1,11 @@
-"""Updates before the step is decided (offload.overlap=backward), rolled back bit by bit if the decision differs.
+"""Updates before the step is decided (offload.overlap=backward), which are undone if the decision differs.
 
 When a unit's gradients are complete, it is updated while backward goes on to the units before it, as if nothing will be
 clipped and all gradients are finite. The host takes the unit that the next forward needs first among those that have
-arrived. The states that an update overwrites are saved in undo slots of a bounded size; new states on disk go to spare
-places instead. Units without a slot wait for the decision. The working copy is not replaced before the step is decided,
-so backward never reads new weights. If the decision confirms the coefficients of an early update, only its working copy
-is sent. Otherwise the update is undone, unless it has not begun, and runs again with the right ones.
+arrived. New states are written beside the old ones, to undo slots of a bounded size, or on disk to spare ones
+(`offload/undo.py`). Units without a slot wait for the decision. The working copy is not replaced before the step is
+decided, so backward never reads new weights. If the decision confirms the coefficients of an early update, only its
+working copy is sent. Otherwise the update stops, and the unit is updated again, from the old states.
 
 While clipping is frequent nothing is started early, because it would run twice.
 """
@@ -33,15 +33,9 @@ class SpeculativeStep:
         """Return whether `unit` has an undo slot, and few of the last WINDOW_STEPS steps were clipped."""
         return self._undo.has_room(unit) and sum(self._clipped) < CLIPPED_STEPS
 
-    def start(
-        self,
-        unit: str,
-        how: Mapping[str, Any],
-        update: Callable[[Callable[[], bool]], None],
-        restore: Callable[[], None],
-    ) -> None:
-        """Start the update of a unit with the coefficients `how`; the functions are those of `SpeculativeUpdate`."""
-        self._undo.start(unit, SpeculativeUpdate(update, restore))
+    def start(self, unit: str, how: Mapping[str, Any], update: Callable[[Callable[[], bool]], None]) -> None:
+        """Start the update of a unit with the coefficients `how`; `update` is that of `SpeculativeUpdate`."""
+        self._undo.start(unit, SpeculativeUpdate(update))
         self._started[unit] = how
 
     def resolve(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:

@@ -105,7 +105,7 @@ class StatePlacement:
         return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
     def undo(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Return memory of the length of `like` to save a state in, or None if updates of it are not rolled back."""
+        """Return a state's place in the undo slot, of the length of `like`, or None if it has none."""
         key = f"undo {key}"
         return self.offload.view(name, key, like.numel()) if (name, key) in self._buffer_layout.at else None
 

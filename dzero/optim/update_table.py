@@ -1,7 +1,7 @@
 """Tables by which one kernel call updates many parameters.
 
     states    int64 [params, 7]   addresses of work, master, remainder, m, v (0: none), then elems and first
-    undo      int64 [params, 5]   addresses to which an update that may be rolled back saves them (0: not saved)
+    targets   int64 [params, 5]   addresses to which an update out of place writes them (0: it is in place)
     chunks    int32 [chunks, 2]   a parameter, and the number of a chunk of it
     seeds     int64 [params]      seeds of the rounding noise, for bf16 moments
 
@@ -123,9 +123,9 @@ def states_table(states: Sequence[LocalStates]) -> Array:
     return np.array(rows, np.int64).reshape(-1, 7)
 
 
-def undo_table(saved: Sequence[Sequence[torch.Tensor | None]]) -> Array:
-    """Return the table of where states are saved, int64 [params, 5]; the caller must keep the tensors alive."""
-    rows = [[0 if each is None else each.data_ptr() for each in of_param] for of_param in saved]
+def targets_table(targets: Sequence[Sequence[torch.Tensor | None]]) -> Array:
+    """Return the table of `targets`, int64 [params, 5]; the caller must keep the tensors alive."""
+    rows = [[0 if each is None else each.data_ptr() for each in of_param] for of_param in targets]
     return np.array(rows, np.int64).reshape(-1, 5)
 
 

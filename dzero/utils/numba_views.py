@@ -125,7 +125,7 @@ def pointer(typing_context, address):  # type: ignore[no-untyped-def]
     return types.voidptr(types.intp), generate
 
 
-STREAMED_BYTES = 32
+STREAMED_BYTES = 64
 """Size and alignment of the blocks of `stream`."""
 
 

@@ -185,8 +185,12 @@ def _kernels(simulation: Simulation) -> list[Any]:
             for tensor in (each.states.work, each.states.master, each.states.remainder, each.states.m, each.states.v)
             if tensor is not None
         ]
-        saved = [tensor for each in updates for tensor in each.states.undo if before_piece and tensor is not None]
-        simulation.run("adamw", [each.grad for each in updates], [*states, *saved])
+        targets = [tensor for each in updates for tensor in each.states.targets if tensor is not None]
+        grads, work = [each.grad for each in updates], [each.states.work for each in updates]
+        if before_piece is None:
+            simulation.run("adamw", grads, states)
+        else:
+            simulation.run("adamw", [*grads, *states], [*targets, *work])
         update(self, updates, before_piece)
 
     def transferred(self: Any, work: Any) -> None:

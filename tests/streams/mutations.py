@@ -33,7 +33,6 @@ CAUGHT = {
     "offload/manager.py OffloadManager.await_updates: self.executor.drain": "checkpoints beside training",
     "offload/manager.py OffloadManager.wait_for_fetched: self.executor.stream_wait": "half of it on the host",
     "offload/manager.py OffloadManager.read_grads: self.executor.wait": "gradients read before steps",
-    "offload/manager.py OffloadManager.synchronize: self.executor.drain": "host, step",
     "offload/param_prefetch.py ParamPrefetch.fetch: self._executor.stream_wait": "host all, step",
     "offload/param_prefetch.py ParamPrefetch.fetch: streams.record_stream": "gathered ahead by hand",
     "offload/disk_staging.py DiskStaging.visit: visited.result": "everything off the device",
@@ -86,9 +85,6 @@ ORDERS_NOTHING = {
     "offload/memory_pool.py _touch: done.result": "raises what failed: the end of the pool waits for its threads",
     "offload/executor.py ScheduleExecutor.stream_wait: self.wait": (
         "of a device without streams, and of what was never started"
-    ),
-    "offload/executor.py ScheduleExecutor.move: self._leaving.popleft().result": (
-        "bounds the memory of what leaves at a time"
     ),
     "optim/grad_accumulation.py UnitGrads.drain: self._executor.drain": (
         "lets go of a dropped optimizer; whoever reads its states waits besides (optim/master_handover.py)"
