@@ -9,7 +9,7 @@ The step is decided when all ranks have the gradient norm, and so the clipping f
 
 When the update is committed, the two places are exchanged; nothing is copied. An update that is rolled back stops, and
 what it wrote is ignored. Code outside a step knows only the first place, so `bring_home` copies the states there.
-Between two pieces of an update, updates of units that forward needs sooner go first.
+Between its pieces, an update lets those of units that forward needs sooner go first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SpeculativeUpdate:
     """Update of a unit that was started before the step is decided.
 
     Attributes:
-        update: Updates the unit piece by piece, out of place. It calls its argument before each piece, which tells
-            whether to go on.
+        update: Updates the unit in pieces, out of place. It calls its argument before each few, which tells whether to
+            go on.
         is_undone: Whether the update has been rolled back.
     """
 
@@ -40,7 +40,7 @@ class SpeculativeUpdate:
     is_undone: bool = False
 
     def run(self, give_way: Callable[[], None]) -> None:
-        """Run the update as long as it is not rolled back; call `give_way` before each piece."""
+        """Run the update as long as it is not rolled back; call `give_way` between its pieces."""
 
         def before_piece() -> bool:
             give_way()

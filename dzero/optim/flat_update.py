@@ -109,7 +109,7 @@ class ParamUpdate(NamedTuple):
 
 
 BeforePiece = Callable[[], bool]
-"""Called before each piece of an update; returns whether to go on."""
+"""Called before each few pieces of an update; returns whether to go on."""
 
 Piece = TypeVar("Piece")
 KEPT_TABLES = 256
@@ -138,8 +138,8 @@ class AdamWUpdater:
 
         Args:
             updates: The updates.
-            before_piece: Called before each piece of updates on the host, which are then out of place, and end early
-                when it returns False. None: updates are in place.
+            before_piece: Called before each few pieces of updates on the host, which are out of place then, and end
+                early when it returns False. None: updates are in place.
         """
         alike: dict[tuple[str, torch.dtype], list[ParamUpdate]] = {}
         for update in updates:
@@ -293,8 +293,8 @@ class Workers:
         self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if threads > 1 or cores else None
 
     def in_turn(self, pieces: Sequence[Piece], before_piece: BeforePiece | None) -> Iterator[Sequence[Piece]]:
-        """Yield `pieces`, one per thread at a time as long as `before_piece` returns True; all at once without it."""
-        at_once = max(1, len(pieces)) if before_piece is None else self.threads
+        """Yield `pieces`, a few per thread at a time as long as `before_piece` returns True; all at once without it."""
+        at_once = max(1, len(pieces)) if before_piece is None else PIECES * self.threads
         for start in range(0, len(pieces), at_once):
             if before_piece is not None and not before_piece():
                 return

@@ -121,9 +121,10 @@ def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_keeps_what_it_r
     monkeypatch: pytest.MonkeyPatch, kind: str, moments: torch.dtype
 ) -> None:
     """In pieces of any length, to aligned memory and other; the last of four pieces is not updated, as told."""
-    monkeypatch.setattr(cpu_kernels, "CHUNK_ELEMS", 600)
+    monkeypatch.setattr(cpu_kernels, "CHUNK_ELEMS", 601)
     monkeypatch.setattr(update_module, "ALONE_ELEMS", 100)
-    elems, asked = 2111, list[bool]()
+    monkeypatch.setattr(update_module, "PIECES", 1)
+    elems, asked = 2404, list[bool]()
     before = states(kind, moments, elems)
     grad = torch.randn(elems, generator=torch.Generator().manual_seed(4))
     held = (before.work, before.master, before.remainder, before.m, before.v)
@@ -146,8 +147,8 @@ def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_keeps_what_it_r
         kept = (after.work, after.master, after.remainder, after.m, after.v)
         for target, new, old, now in zip(after.targets, updated, held, kept, strict=True):
             if target is not None and new is not None and old is not None and now is not None:
-                assert torch.equal(target[:1800], new[:1800])
-                assert not target[1800:].any()
+                assert torch.equal(target[:1803], new[:1803])
+                assert not target[1803:].any()
                 assert torch.equal(now, old)
     assert asked == 2 * [True, True, True, False]
 
