@@ -95,6 +95,7 @@ class Undo:
 
     def bring_home(self) -> None:
         """Copy states that are in undo slots to the slots that they came from, when all started actions have ended."""
+        assert not self._undecided, "early updates are committed or rolled back before states come to rest"
         for unit in self._exchanged:
             for slot, place in self._buffer_layout.undo_places[unit].items():
                 self._executor.leases[slot].view(torch.uint8, place.elems).copy_(self._executor.view(place))

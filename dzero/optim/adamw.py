@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -99,6 +100,7 @@ class AdamW(MasterOptimizer):
         for number, stored in enumerate(self._stored.values()):
             stored.number, stored.tensors["step"] = number, self._steps[number]
             self._state.put(stored.param, stored.tensors)
+        self._params_of = Counter(self.offload.unit_of(stored.name) for stored in self._stored.values())
 
     def _take(self, unit: Unit, owned: set[nn.Parameter]) -> None:
         """Create and initialize the states of the `owned` parameters of a unit.
@@ -191,17 +193,26 @@ class AdamW(MasterOptimizer):
         self._ahead.abandon()
         super().synchronize()
 
+    def await_updates(self) -> None:
+        """Wait for the updates of the last step, and roll back early updates of a step that is not decided yet."""
+        self._ahead.abandon()
+        super().await_updates()
+
     def begin(self, unit: str, grads: dict[str, torch.Tensor]) -> bool:
-        """Start a unit's update before the decision, as if nothing is clipped, and return whether it was started."""
+        """Start a unit's update before the decision, as if nothing is clipped, and return whether it was started.
+
+        It is not if a parameter of the unit has no gradient, as the places of all its states are exchanged.
+        """
         if not self._ahead.allows(unit) or any(each.is_edited for each in self._sharded.units):
             return False
         pending, how = self._plan(grads, 1.0 / self.scaler.scale)
-        if pending:
-            updates, exchanged = [*pending.values()], self.offload.undo.is_exchanged(unit)
-            for each in updates:
-                each.exchanged = exchanged
-            self._ahead.start(unit, how, partial(self._run, how, updates))
-        return bool(pending)
+        if not pending or len(pending) < self._params_of[unit]:
+            return False
+        updates, exchanged = [*pending.values()], self.offload.undo.is_exchanged(unit)
+        for each in updates:
+            each.exchanged = exchanged
+        self._ahead.start(unit, how, partial(self._run, how, updates))
+        return True
 
     def rollback(self) -> None:
         """Roll back all early updates of the step."""

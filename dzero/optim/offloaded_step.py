@@ -4,8 +4,8 @@
     device        are fetched; moments are evicted again      updated in place
     host, disk    are evicted; moments are fetched again      sent to where forward reads it
 
-Updates on the host run in the offload's lanes, in the order of `update_order`. On the device the
-states of the next unit are fetched while this one is updated. Without offload everything is updated at once.
+Updates on the host run in the offload's lanes, in the order of `update_order`. On the device the states of the next
+unit are fetched while this one is updated. Without offload everything is updated at once.
 """
 
 from __future__ import annotations

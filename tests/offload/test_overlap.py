@@ -16,9 +16,10 @@ import small_decoders
 import torch
 from parity_cells import Cell
 from pool import Pool
+from torch import nn
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, OffloadConfig, Sharded
+from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, shard
 from dzero.offload.executor import OffloadError
 from dzero.offload.schedule import ActionKey
 from dzero.optim.base import MasterOptimizer
@@ -147,17 +148,19 @@ def test_an_update_of_which_nothing_is_done_when_the_step_is_decided_runs_once(
         assert ran == {"updates" if max_norm else "early": units}
 
 
+def states_of(sharded: Sharded, optim: MasterOptimizer) -> dict[str, torch.Tensor]:
+    """The states themselves, as a user may keep them."""
+    named = sharded.named_params().items()
+    return {f"{name}.{key}": local_of(value) for name, param in named for key, value in optim.state[param].items()}
+
+
 def exchanged(rank: int, ranks: int, precision: dict[str, str]) -> tuple[list[str], list[int]]:
     """What differs from the device's run in tensors that were taken before 3, then 2 steps; units exchanged by then."""
     taken, counts = list[dict[str, torch.Tensor]](), list[int]()
     for offload in (OffloadConfig(**HOST, overlap="backward"), None):
         sharded = sharded_net("even", offload=offload, **precision)
         optim = AdamW(sharded, lr=1e-2)
-        held = {
-            f"{name}.{key}": local_of(value)
-            for name, param in sharded.named_params().items()
-            for key, value in optim.state[param].items()
-        }
+        held = states_of(sharded, optim)
         for steps in (3, 2):
             train(sharded, optim, steps=steps, seed=steps)
             counts.append(sum(optim.offload.undo.is_exchanged(unit.shape.name) for unit in sharded.units))
@@ -177,6 +180,45 @@ def test_early_updates_exchange_the_places_of_states_and_tensors_taken_before_ha
     """After an odd number of updates all units are exchanged, after an even number none; bits as without offload."""
     units = 4
     assert pool.run(exchanged, 2, precision) == [([], [units, 0, 0, 0])] * 2
+
+
+class Pair(nn.Module):
+    """A unit whose second weight has no gradient while `both` is False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(x) if self.both else self.first(x)
+
+
+def in_part(rank: int, ranks: int, by_group: bool) -> list[str]:
+    """What differs from the device's run if only a part of a unit is updated in some of 6 steps."""
+    ends = []
+    for offload in (OffloadConfig(**HOST, overlap="backward"), None):
+        torch.manual_seed(0)
+        net = nn.Sequential(Pair(), Pair())
+        sharded = shard(net, ZeroConfig(stage=2, units=["Pair"]), offload=offload)
+        named = sharded.named_params()
+        late = [param for name, param in named.items() if by_group and "second" in name]
+        optim = AdamW(sharded, [param for param in named.values() if all(param is not each for each in late)], lr=1e-2)
+        for step in range(6):
+            for pair in net:
+                pair.both = by_group or step not in (1, 2, 4)
+            if late and step == 3:
+                optim.add_param_group({"params": late})
+            sharded.model(torch.ones(4, 8) * (1 + rank + step)).square().sum().backward()
+            optim.step()
+        optim.synchronize()
+        ends.append(snapshot(sharded, optim))
+        optim.offload.executor.close()
+    return unequal(*ends)
+
+
+@pytest.mark.parametrize("by_group", [False, True], ids=["without gradients", "in no group"])
+def test_a_unit_of_which_a_part_is_updated_keeps_the_states_of_the_rest(pool: Pool, by_group: bool) -> None:
+    assert pool.run(in_part, 2, by_group) == [[], []]
 
 
 def second_backward(rank: int, ranks: int) -> list[str]:
@@ -203,21 +245,22 @@ def test_a_second_backward_is_refused_and_leaves_the_states_as_they_were(pool: P
     assert pool.run(second_backward, 2) == [[], []]
 
 
-def in_between(rank: int, ranks: int, overlap: str) -> list[str]:
-    """State dicts taken between backward and step, and right after a step, against the device's."""
+def in_between(rank: int, ranks: int, overlap: str, waits: str) -> list[str]:
+    """States read between backward and step, and right after a step, against the device's; `waits`: by which call."""
     wrong = []
     runs = []
     for offload in (OffloadConfig(**HOST, overlap=overlap), None):
         sharded = sharded_net("uneven", offload=offload)
         optim = AdamW(sharded, lr=1e-2)
-        seen = []
-        for of_step in small_decoders.batches("uneven", steps=4, ranks=ranks, microbatches=1):
+        held, seen = states_of(sharded, optim), []
+        for step, of_step in enumerate(small_decoders.batches("uneven", steps=6, ranks=ranks, microbatches=1)):
             backward(sharded, optim, of_step[rank])
-            optim.state_dict()
-            seen.append(snapshot(sharded, optim))
+            getattr(optim, waits)()
+            seen.append({key: value.clone() for key, value in held.items()})
             optim.step()
-            sharded.model.state_dict()
-            seen.append({**snapshot(sharded, optim), **params_of(sharded)})
+            if step % 3 == 2:  # two steps pass without a look at the states, which would bring them to rest
+                sharded.model.state_dict()
+                seen.append({**snapshot(sharded, optim), **params_of(sharded)})
         optim.offload.executor.close()
         runs.append(seen)
     for index, (got, want) in enumerate(zip(*runs, strict=True)):
@@ -225,9 +268,11 @@ def in_between(rank: int, ranks: int, overlap: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("waits", ["state_dict", "await_updates"])
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
-def test_state_dicts_are_whole_at_any_moment(pool: Pool, overlap: str) -> None:
-    assert pool.run(in_between, 2, overlap) == [[], []]
+def test_states_are_whole_at_any_moment(pool: Pool, overlap: str, waits: str) -> None:
+    """`await_updates` is what a checkpoint calls."""
+    assert pool.run(in_between, 2, overlap, waits) == [[], []]
 
 
 def failing(rank: int, ranks: int) -> list[str]:
