@@ -11,6 +11,7 @@ FSDP2 must not read a unit's shards before they have their new values. The unit 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -80,10 +81,12 @@ class ParamWriteback:
         self._delays = offload.mode == "delayed" and updates >= offload.delay_warmup_steps
 
     def release(self) -> None:
-        """Send what was held back."""
-        held_back, self._held_back = self._held_back, []
-        for unit, work in held_back:
-            self._send(unit, work)
+        """Send what was held back: by turns the last unit, which forward needs first, and the first to be updated."""
+        held_back, self._held_back = deque(self._held_back), []
+        while held_back:
+            self._send(*held_back.pop())
+            if held_back:
+                self._send(*held_back.popleft())
 
     def _send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         buffer_layout, executor, keys = self._buffer_layout, self._executor, list[ActionKey]()

@@ -53,6 +53,5 @@ class SpeculativeStep:
 
     def abandon(self) -> None:
         """Undo all early updates, because the step does not count."""
-        for unit in self._started:
-            self._undo.rollback(unit)
+        self._undo.take_all_back()
         self._started = {}
