@@ -112,8 +112,8 @@ BeforePiece = Callable[[], bool]
 """Called before each few pieces of an update; returns whether to go on."""
 
 Piece = TypeVar("Piece")
-KEPT_TABLES = 256
-"""Maximum number of cached tables. Each unit, and each set of parameters that got gradients, may have its own."""
+KEPT_TABLES = 1024
+"""Maximum number of cached tables. A unit has two with overlap=backward, more if not all parameters get gradients."""
 
 
 class AdamWUpdater:
