@@ -208,7 +208,9 @@ def peak(rank: int, ranks: int, kind: str) -> tuple[int, int, int]:
             largest = max(largest, tensor.nbytes)
     units = [sum(param.elems for param in unit.params) * 4 for unit in sharded.shapes]
     gc.collect()
-    assert live_bytes() - before <= tensor.nbytes  # the last one, which this loop still has
+    known = {each.untyped_storage().data_ptr() for each in others}
+    new = [tuple(each.shape) for each in live_tensors() if each.untyped_storage().data_ptr() not in known]
+    assert live_bytes() - before <= tensor.nbytes, f"more than the last one is left: {new}"
     del others
     return max(held), largest, max(units)
 
