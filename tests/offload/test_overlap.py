@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import parity_cells
@@ -19,7 +20,7 @@ from pool import Pool
 from torch import nn
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, shard
+from dzero import AdamW, DiskConfig, OffloadConfig, Sharded, ZeroConfig, shard
 from dzero.offload.executor import OffloadError
 from dzero.offload.schedule import ActionKey
 from dzero.optim.base import MasterOptimizer
@@ -154,11 +155,14 @@ def states_of(sharded: Sharded, optim: MasterOptimizer) -> dict[str, torch.Tenso
     return {f"{name}.{key}": local_of(value) for name, param in named for key, value in optim.state[param].items()}
 
 
-def exchanged(rank: int, ranks: int, precision: dict[str, str]) -> tuple[list[str], list[int]]:
+def exchanged(
+    rank: int, ranks: int, precision: dict[str, str], folder: str | None = None
+) -> tuple[list[str], list[int]]:
     """What differs from the device's run in tensors that were taken before 3, then 2 steps; units exchanged by then."""
     taken, counts = list[dict[str, torch.Tensor]](), list[int]()
-    for offload in (OffloadConfig(**HOST, overlap="backward"), None):
-        sharded = sharded_net("even", offload=offload, **precision)
+    params = {} if folder is None else {"param": "disk", "disk": DiskConfig(paths=[folder])}
+    for offload in (OffloadConfig(**HOST, **params, overlap="backward"), None):
+        sharded = sharded_net("even", stage=2 if folder is None else 3, offload=offload, **precision)
         optim = AdamW(sharded, lr=1e-2)
         held = states_of(sharded, optim)
         for steps in (3, 2):
@@ -180,6 +184,14 @@ def test_early_updates_exchange_the_places_of_states_and_tensors_taken_before_ha
     """After an odd number of updates all units are exchanged, after an even number none; bits as without offload."""
     units = 4
     assert pool.run(exchanged, 2, precision) == [([], [units, 0, 0, 0])] * 2
+
+
+@pytest.mark.parametrize("precision", [{"master": "remainder"}, {"param": "fp32"}], ids=str)
+def test_new_parameters_go_to_disk_from_where_an_early_update_made_them(
+    pool: Pool, tmp_path: Path, precision: dict[str, str]
+) -> None:
+    units = 4
+    assert pool.run(exchanged, 2, precision, str(tmp_path)) == [([], [units, 0, 0, 0])] * 2
 
 
 class Pair(nn.Module):
