@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import io
@@ -61,6 +62,7 @@ class Outcome:
 def serve(pipe: Connection) -> None:
     """A worker's life: run calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
+    faulthandler.enable()  # a crash tells where each thread was
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     gc.freeze()  # what was imported, now or by a run, is never garbage: the collection after each run stays cheap
