@@ -16,7 +16,7 @@ from functools import cache
 import numba
 import numpy as np
 
-from dzero.utils.numba_views import JIT, from_bf16, to_bf16
+from dzero.utils.numba_views import compiled, from_bf16, to_bf16
 
 BLOCK_ELEMS = 256
 """Largest number of elements that share a scale."""
@@ -49,6 +49,11 @@ def _from_e4m3(code):  # type: ignore[no-untyped-def]
     normal = np.uint32((rest << np.uint32(20)) + np.uint32(120 << 23)).view(np.float32)
     magnitude = np.float32(rest) * np.float32(2.0**-9) if rest < np.uint32(8) else normal
     return -magnitude if code & np.uint32(0x80) else magnitude
+
+
+def _signature(*, bf16: bool) -> str:
+    """Return the types of a kernel: the tables, the payload's sections, and the tensor, as bf16 patterns or fp32."""
+    return f"void(int64[:, ::1], int64[:, ::1], float32[::1], uint8[::1], {'uint16' if bf16 else 'float32'}[::1])"
 
 
 @cache
@@ -102,7 +107,7 @@ def encode_kernel(*, code: str, bf16: bool) -> Callable[..., None]:
                 for i in range(into.size):
                     into[i] = np.uint8((levels[2 * i] & 15) | ((levels[2 * i + 1] & 15) << 4))
 
-    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+    return compiled(kernel, _signature(bf16=bf16), code)
 
 
 @cache
@@ -140,7 +145,7 @@ def decode_kernel(*, code: str, adds: bool, bf16: bool) -> Callable[..., None]:
             for i in range(elems):
                 _put(into, i, np.float32(levels[i]) * scale, adds, bf16)
 
-    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+    return compiled(kernel, _signature(bf16=bf16), code, adds)
 
 
 @numba.njit(inline="always")

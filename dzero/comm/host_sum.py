@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import numba
 import numpy as np
 import torch
 
-from dzero.utils.numba_views import JIT, as_array, from_bf16, has_memory, to_bf16
+from dzero.utils.numba_views import as_array, compiled, from_bf16, has_memory, to_bf16
 
 TILE_ELEMS = 2048
 DTYPES = (torch.float32, torch.bfloat16)
@@ -56,4 +55,5 @@ def _kernel(*, wire_bf16: bool, output_bf16: bool) -> Callable[..., None]:
                 mean = total[i] * scale
                 into[i] = to_bf16(mean) if output_bf16 else mean
 
-    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+    wire, into = ("uint16" if bf16 else "float32" for bf16 in (wire_bf16, output_bf16))
+    return compiled(kernel, f"void({into}[::1], {wire}[::1], {wire}[:, ::1], int64)")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from dzero.utils.numba_views import JIT, Array, from_bf16, has_memory, pointer, stream
+from dzero.utils.numba_views import Array, compiled, from_bf16, has_memory, pointer, stream
 from dzero.utils.torch_internals import add_each
 
 CHUNK_ELEMS = 1 << 20
@@ -138,7 +138,9 @@ def adamw_kernel(
                 if apart:
                     _leave(places, target, start, size, moment_bytes)
 
-    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+    tables = "int64[:, ::1], int64[:, ::1], int32[:, ::1], int64, int64, int64"
+    of_step = "int64[::1], int64[::1], int64[::1], float32[:, ::1]"
+    return compiled(kernel, f"void({tables}, {of_step})", grad_bf16, master, moments_bf16, follows, apart)
 
 
 LANES = 256
@@ -169,7 +171,7 @@ def _sum_squares_kernel(*, bf16: bool) -> Callable[[Array, Array, Array], None]:
                 squares += total
             sums[each] = squares
 
-    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+    return compiled(kernel, "void(int64[::1], int64[::1], float64[::1])", bf16)
 
 
 @cache
@@ -198,7 +200,7 @@ def _accumulate_kernel() -> Callable[[Array, Array, Array, Array], None]:
                 squares += total
             sums[each] = squares
 
-    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+    return compiled(kernel, "void(int64[::1], int64[::1], int64[::1], float64[::1])")
 
 
 def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,8 +8,8 @@ Note: cache of compiled kernels between processes, so that only the first run on
     $XDG_CACHE_HOME/dzero/kernels/<digest>/     mode 0700; ~/.cache if XDG_CACHE_HOME is unset
 
 The digest covers this package's sources and the versions of numba and Python, because numba itself only checks the file
-of a kernel, not the functions that it calls. numba also keys entries by the processor and its features. It writes files
-under temporary names and renames them, so several processes may share the folder.
+of a kernel, not the functions that it calls. numba writes files under temporary names and renames them, so several
+processes may share the folder. Each kernel has an index file of its own there (`compiled`).
 
 A cached kernel is code, and numba reads it with pickle. So the folder must be a directory of this user that nobody else
 can write to, and nobody else can replace a part of its path by a link. Otherwise kernels are compiled in every process.
@@ -22,6 +22,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import xxhash
 from llvmlite import ir
 from numba import carray
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -88,6 +90,23 @@ def _private_folder(folder: Path) -> Path:
 
 JIT = {"nogil": True, "error_model": "numpy", "cache": enable_cache()}
 Array = NDArray[Any]
+
+
+def compiled(kernel: Callable[..., None], signature: str, *variant: object) -> Callable[..., None]:
+    """Compile a kernel for the types of `signature`, or load it from the cache.
+
+    numba numbers the files of all kernels that have one name, in an index with that name. Two processes that compile
+    different ones at the same time would take the same number, and then one kernel is found in the place of the other.
+    So the name is made of all that distinguishes one kernel from another, and the processor.
+
+    Args:
+        kernel: Function in the language of numba.
+        signature: Types of its arguments.
+        variant: Values by which kernels of the same source differ, such as dtypes.
+    """
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    kernel.__qualname__ += "_" + xxhash.xxh3_64(repr((signature, variant, processor)).encode()).hexdigest()
+    return numba.njit(signature, **JIT)(kernel)  # type: ignore[no-any-return]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numba
 import pytest
+import torch
+from numba.core import caching
 from small_runs import ROOT
 
+from dzero.optim import cpu_kernels
 from dzero.utils import numba_views
 
 KERNEL = """
@@ -52,3 +58,28 @@ def test_kernels_are_compiled_once_and_only_in_a_private_folder(tmp_path: Path) 
 def test_a_change_of_any_file_of_the_package_makes_another_folder() -> None:
     """A kernel calls functions of other files, whose code numba's own cache does not look at."""
     assert numba_views.PACKAGE == ROOT / "dzero"
+
+
+def test_variants_that_are_compiled_at_one_time_are_not_taken_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numba numbers the files of a function by its index, so processes that read it at one time take one number."""
+    wide, narrow = torch.arange(1000.0), torch.arange(256.0).bfloat16()
+    save_index, waiting = caching.IndexDataCacheFile._save_index, list[Callable[[], None]]()
+
+    def save_late(self: caching.IndexDataCacheFile, overloads: dict[object, str]) -> None:
+        waiting.append(partial(save_index, self, overloads))
+        if len(waiting) == 1:  # as another process would, which has read the index too
+            cpu_kernels.sum_squares([wide])
+        while waiting:
+            waiting.pop(0)()
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_index", save_late)
+    monkeypatch.setitem(numba_views.JIT, "cache", True)
+    for _ in range(2):  # compiled, then loaded
+        cpu_kernels._sum_squares_kernel.cache_clear()
+        found = [cpu_kernels.sum_squares([each]).item() for each in (narrow, wide)]
+        assert found == [each.double().square().sum().item() for each in (narrow, wide)]
+    assert len([*tmp_path.rglob("*.nbc")]) == 2
+    cpu_kernels._sum_squares_kernel.cache_clear()
