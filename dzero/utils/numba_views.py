@@ -24,6 +24,7 @@ import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ KEPT = 8
 
 def enable_cache() -> bool:
     """Make numba cache the kernels that are compiled from now on; return whether it does."""
+    _digest()
     if "NUMBA_CACHE_DIR" in os.environ:
         return True
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -56,8 +58,9 @@ def enable_cache() -> bool:
     return True
 
 
+@cache
 def _digest() -> str:
-    """Return a digest that identifies this version of the kernels."""
+    """Return a digest that identifies this version of the kernels, as it was when this module was imported."""
     found = xxhash.xxh3_128(f"{numba.__version__} {sys.version}".encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.read_bytes())
@@ -97,7 +100,8 @@ def compiled(kernel: Callable[..., None], signature: str, *variant: object) -> C
 
     numba numbers the files of all kernels that have one name, in an index with that name. Two processes that compile
     different ones at the same time would take the same number, and then one kernel is found in the place of the other.
-    So the name is made of all that distinguishes one kernel from another, and the processor.
+    So the name is made of all that distinguishes one kernel from another, the processor, and the sources (`_digest`),
+    which NUMBA_CACHE_DIR's own folders do not tell apart.
 
     Args:
         kernel: Function in the language of numba.
@@ -105,7 +109,7 @@ def compiled(kernel: Callable[..., None], signature: str, *variant: object) -> C
         variant: Values by which kernels of the same source differ, such as dtypes.
     """
     processor = cpu_target.target_context.codegen().magic_tuple()
-    kernel.__qualname__ += "_" + xxhash.xxh3_64(repr((signature, variant, processor)).encode()).hexdigest()
+    kernel.__qualname__ += "_" + xxhash.xxh3_64(repr((signature, variant, processor, _digest())).encode()).hexdigest()
     return numba.njit(signature, **JIT)(kernel)  # type: ignore[no-any-return]
 
 

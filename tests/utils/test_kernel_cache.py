@@ -82,4 +82,8 @@ def test_variants_that_are_compiled_at_one_time_are_not_taken_for_each_other(
         found = [cpu_kernels.sum_squares([each]).item() for each in (narrow, wide)]
         assert found == [each.double().square().sum().item() for each in (narrow, wide)]
     assert len([*tmp_path.rglob("*.nbc")]) == 2
+    monkeypatch.setattr(numba_views, "_digest", lambda: "of other sources")  # in the same folder, if the user chose it
+    cpu_kernels._sum_squares_kernel.cache_clear()
+    cpu_kernels.sum_squares([wide])
+    assert len([*tmp_path.rglob("*.nbc")]) == 3
     cpu_kernels._sum_squares_kernel.cache_clear()
