@@ -46,7 +46,7 @@ KEPT = 8
 
 def enable_cache() -> bool:
     """Make numba cache the kernels that are compiled from now on; return whether it does."""
-    _digest()
+    _digest()  # now: a source that is edited later is not what this process runs
     if "NUMBA_CACHE_DIR" in os.environ:
         return True
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -96,16 +96,16 @@ Array = NDArray[Any]
 
 
 def compiled(kernel: Callable[..., None], signature: str, *variant: object) -> Callable[..., None]:
-    """Compile a kernel for the types of `signature`, or load it from the cache.
+    """Compile a kernel for the types of `signature`, or load it from the cache, and return it.
 
-    numba numbers the files of all kernels that have one name, in an index with that name. Two processes that compile
-    different ones at the same time would take the same number, and then one kernel is found in the place of the other.
-    So the name is made of all that distinguishes one kernel from another, the processor, and the sources (`_digest`),
-    which NUMBA_CACHE_DIR's own folders do not tell apart.
+    numba lists all kernels of one name in one index, and numbers their files. Two processes that save different kernels
+    of one name at the same time could take the same number, and one kernel would later be loaded in place of the other.
+    Therefore each kernel gets a name of its own, with a hash of its variant, signature, processor and sources. The
+    sources matter if NUMBA_CACHE_DIR is set, because the folder then serves several versions of them.
 
     Args:
-        kernel: Function in the language of numba.
-        signature: Types of its arguments.
+        kernel: Function that numba can compile. Its `__qualname__` is changed.
+        signature: Types of its arguments, in numba's notation. Calls with other types raise TypeError.
         variant: Values by which kernels of the same source differ, such as dtypes.
     """
     processor = cpu_target.target_context.codegen().magic_tuple()
