@@ -41,7 +41,14 @@ from dzero.errors import RunError
 from dzero.mesh_config import factorings
 from dzero.rendezvous import rendezvous
 from dzero.utils.ranges import divisors
-from dzero.utils.torch_internals import TIMEOUTS, check, set_timeout, timeout_of
+from dzero.utils.torch_internals import (
+    GATHERS,
+    TIMEOUTS,
+    check,
+    gather_under_short_names,
+    set_timeout,
+    timeout_of,
+)
 
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
 AXES = (REPLICATE, SHARD)
@@ -120,12 +127,13 @@ def make_mesh(
         every = factorings(world, len(degrees))
         allowed = [each for each in every if all(each[number] == size for number, size in fixed.items())] or every
         raise ValueError(f"{given} is not the world size {world}; ({', '.join(degrees)}) may be one of {allowed}")
-    return _limited(init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)))
+    return _prepared(init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)))
 
 
-def _limited(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the mesh's groups the timeout of the default group; torch gives new groups 10 or 30 minutes."""
-    check((TIMEOUTS,))
+def _prepared(mesh: DeviceMesh) -> DeviceMesh:
+    """Return `mesh`, with safe gathers, and the default group's timeout in place of torch's 10 or 30 minutes."""
+    check((TIMEOUTS, GATHERS))
+    gather_under_short_names()
     if TIMEOUTS.is_there and dist.get_backend() != "fake":
         for axis in mesh.mesh_dim_names or ():
             set_timeout(timeout_of_ranks(), mesh.get_group(axis))
@@ -151,7 +159,7 @@ def take_mesh(mesh: DeviceMesh, axes: Mapping[str, str]) -> DeviceMesh:
     ranks = mesh.mesh.permute([names.index(axes[axis]) for axis in AXES if axis in axes])
     for dim, axis in enumerate(AXES):
         ranks = ranks if axis in axes else ranks.unsqueeze(dim)
-    return _limited(DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES))
+    return _prepared(DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES))
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -242,7 +250,7 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     outer = names[: names.index(REPLICATE)]
     ranks = mesh.mesh.reshape(*mesh.shape[: len(outer)], replicate, shard, ep)
     whole = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*outer, *AXES, EXPERT))
-    return _limited(whole)[(*AXES, EXPERT)]
+    return _prepared(whole)[(*AXES, EXPERT)]
 
 
 def tensor_ranks(mesh: DeviceMesh) -> int:

@@ -172,6 +172,11 @@ TIMEOUTS = Seam(
     "giving the groups of a mesh the timeout of the default group",
     "these groups keep torch's timeouts of 10 or 30 minutes",
 )
+GATHERS = Seam(
+    ("torch:ops.c10d.allgather_into_tensor_coalesced_", "torch:ops.c10d._allgather_base_"),
+    "gathering DTensors over gloo",
+    "an error in torch's gloo, by which two of its threads may free the same memory, can crash a run",
+)
 FAKE_TENSORS = Seam(
     (
         "torch._subclasses:FakeTensorMode",
@@ -420,6 +425,34 @@ def reduce_scatter_method() -> Callable[..., Any]:
         return dist.reduce_scatter_tensor(output, full, options.reduceOp, group=group, async_op=True)
 
     return _method(("reduce_scatter_single", "_reduce_scatter_base"), reduce)
+
+
+@cache
+def gather_under_short_names() -> object:
+    """Let functional collectives gather CPU tensors by `_allgather_base_` while the returned object lives: always.
+
+    Note: why. gloo runs a group's collectives on two threads. Each writes the name of a collective that it completed to
+    the same string, without a lock (seen in torch 2.11 and 2.13). A name of up to 15 characters is inside the string
+    object. A longer one has memory of its own, which both threads may free: "double free or corruption", or a crash
+    much later. DTensor gathers by `allgather_into_tensor_coalesced_`, which gloo names in 19 characters, so
+    `full_tensor()` of many small parameters could crash. Values, order and messages between the ranks are the same.
+    """
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    if GATHERS.is_there:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)  # as is meant
+            library.impl("allgather_into_tensor_coalesced_", _gather_each, "CPU")  # type: ignore[no-untyped-call]
+    return library
+
+
+def _gather_each(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any, async_op: bool = True) -> Any:
+    """Gather each input into its output; return the work of the last one, after waiting for the others."""
+    last: Any = None
+    for output, part in zip(outputs, inputs, strict=True):
+        if last is not None:
+            dist.Work.unbox(last).wait()
+        last = torch.ops.c10d._allgather_base_.default(output, part, group, async_op, -1)[1]
+    return last
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

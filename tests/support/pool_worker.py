@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from dzero.utils.torch_internals import gather_under_short_names
 from dzero.zero.watched_tensor import WatchedTensor
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -62,7 +63,9 @@ class Outcome:
 def serve(pipe: Connection) -> None:
     """A worker's life: run calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
-    faulthandler.enable()  # a crash tells where each thread was
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # a crash tells where each thread was: in C++,
+    faulthandler.enable()  # and in Python
+    gather_under_short_names()  # for references of torch's own, too
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     gc.freeze()  # what was imported, now or by a run, is never garbage: the collection after each run stays cheap
