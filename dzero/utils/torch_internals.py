@@ -173,8 +173,14 @@ TIMEOUTS = Seam(
     "these groups keep torch's timeouts of 10 or 30 minutes",
 )
 GATHERS = Seam(
-    ("torch:ops.c10d.allgather_into_tensor_coalesced_", "torch:ops.c10d._allgather_base_"),
-    "gathering DTensors over gloo",
+    (
+        "torch:ops.c10d.allgather_into_tensor_coalesced_",
+        "torch:ops.c10d._allgather_base_",
+        "torch:_C._AutoDispatchBelowAutograd",
+        "torch.distributed:Work.unbox",
+        "torch:_C._distributed_c10d._create_work_from_future",
+    ),
+    "gathering DTensors on the CPU",
     "an error in torch's gloo, by which two of its threads may free the same memory, can crash a run",
 )
 FAKE_TENSORS = Seam(
@@ -435,7 +441,7 @@ def gather_under_short_names() -> object:
     the same string, without a lock (seen in torch 2.11 and 2.13). A name of up to 15 characters is inside the string
     object. A longer one has memory of its own, which both threads may free: "double free or corruption", or a crash
     much later. DTensor gathers by `allgather_into_tensor_coalesced_`, which gloo names in 19 characters, so
-    `full_tensor()` of many small parameters could crash. Values, order and messages between the ranks are the same.
+    `full_tensor()` of many small parameters could crash.
     """
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     if GATHERS.is_there:
@@ -446,13 +452,18 @@ def gather_under_short_names() -> object:
 
 
 def _gather_each(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any, async_op: bool = True) -> Any:
-    """Gather each input into its output; return the work of the last one, after waiting for the others."""
-    last: Any = None
-    for output, part in zip(outputs, inputs, strict=True):
-        if last is not None:
-            dist.Work.unbox(last).wait()
-        last = torch.ops.c10d._allgather_base_.default(output, part, group, async_op, -1)[1]
-    return last
+    """Start a gather of each input into its output, and return the work that ends with all of them.
+
+    Note: below autograd, as in the operator that this replaces. gloo writes outputs from another thread, where autograd
+    would refuse those of inputs that require gradients.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        pairs = zip(outputs, inputs, strict=True)
+        works = [torch.ops.c10d._allgather_base_.default(*pair, group, async_op, -1)[1] for pair in pairs]
+    if len(works) == 1:
+        return works[0]
+    every = torch.futures.collect_all([dist.Work.unbox(work).get_future() for work in works])
+    return import_module("torch._C._distributed_c10d")._create_work_from_future(every).boxed()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -80,7 +80,8 @@ def shard(
         ValueError: A mesh, dtype or stage that does not fit the model or the ranks.
         RuntimeError: A torch without names that sharding needs.
     """
-    check((*torch_internals.SEAMS, *fsdp_internals.SEAMS))
+    check((*torch_internals.SEAMS, torch_internals.GATHERS, *fsdp_internals.SEAMS))
+    torch_internals.gather_under_short_names()  # the mesh may be the user's own
     cut = model if isinstance(model, ParallelModel) else None
     whole = model.model if isinstance(model, ParallelModel) else model
     zero = ZeroConfig(stage=stage) if isinstance(stage, int) and not isinstance(stage, bool) else stage

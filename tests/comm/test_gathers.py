@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,24 +16,52 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dzero.mesh import SHARD, make_mesh
 
+KINDS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+import dzero
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+{}
+group, output, part = dist.group.WORLD, torch.empty(1), torch.ones(1)
+works = group._allgather_base(output, part), group.allgather_into_tensor_coalesced([output], [part])
+print(*(work.wait() and work._get_op_type() for work in works))
+dist.destroy_process_group()
+"""
+"""Prints the types of a plain gather and of a DTensor's, which gloo writes down as names."""
+USERS_MESH = 'init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))'
+
+
+@pytest.mark.parametrize(
+    "begin", ['dzero.make_mesh("cpu")', f"dzero.shard(nn.Linear(2, 2), stage=3, mesh={USERS_MESH})"]
+)
+def test_gathers_of_dtensors_have_the_name_of_plain_ones(begin: str) -> None:
+    """In a program of its own, as test workers have replaced the operator from their start."""
+    ran = subprocess.run([sys.executable, "-c", KINDS.format(begin)], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    plain, of_dtensors = ran.stdout.split()
+    assert plain == of_dtensors
+
 
 def gathered(rank: int, ranks: int) -> list[torch.Tensor]:
-    """What each rank gathers: two tensors at once, and a DTensor."""
+    """What each rank gathers: a DTensor, and two tensors at once, which nobody waits for before they are waited for."""
     mesh = make_mesh("cpu")
-    group = mesh.get_group(SHARD)
-    plain = group._allgather_base(torch.empty(ranks), torch.ones(1))
+    whole = distribute_tensor(torch.arange(5.0), mesh[SHARD], [Shard(0)]).full_tensor()
     outputs = [torch.empty(ranks * elems) for elems in (4, 3)]
-    work = group.allgather_into_tensor_coalesced(outputs, [torch.full((4,), 1.0 + rank), torch.full((3,), 5.0 + rank)])
-    assert work._get_op_type() == plain._get_op_type()
-    plain.wait()
+    parts = [torch.full((4,), 1.0 + rank, requires_grad=True), torch.full((3,), 5.0 + rank)]
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+    work = mesh.get_group(SHARD).allgather_into_tensor_coalesced(outputs, parts)
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
     work.wait()
-    whole = distribute_tensor(torch.arange(5.0), mesh[SHARD], [Shard(0)])
-    return [*outputs, whole.full_tensor()]
+    return [whole, *outputs]
 
 
-def test_gathers_of_dtensors_have_the_name_of_plain_ones(pool: Pool) -> None:
+def test_several_tensors_are_gathered_at_once(pool: Pool) -> None:
     for found in pool.run(gathered, 2):
-        assert [each.tolist() for each in found] == [[1.0] * 4 + [2.0] * 4, [5.0] * 3 + [6.0] * 3, [0, 1, 2, 3, 4]]
+        assert [each.tolist() for each in found] == [[0, 1, 2, 3, 4], [1.0] * 4 + [2.0] * 4, [5.0] * 3 + [6.0] * 3]
 
 
 def mismatched(rank: int, ranks: int) -> str:
@@ -45,7 +76,7 @@ def test_a_gather_into_the_wrong_size_is_still_refused(pool: Pool) -> None:
 
 
 def many(rank: int, ranks: int) -> None:
-    """Gathers that end on both threads at the same time, as often as crashed torch 2.13 five times of five."""
+    """Gathers that end on both threads at the same time: torch 2.13 alone crashed within 400,000 in every run."""
     group = make_mesh("cpu").get_group(SHARD)
     output, part = torch.empty(4 * ranks), torch.ones(4)
     for _ in range(2500):

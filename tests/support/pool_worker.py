@@ -63,8 +63,7 @@ class Outcome:
 def serve(pipe: Connection) -> None:
     """A worker's life: run calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
-    torch._C._set_print_stack_traces_on_fatal_signal(True)  # a crash tells where each thread was: in C++,
-    faulthandler.enable()  # and in Python
+    faulthandler.enable()  # a crash tells where each thread was
     gather_under_short_names()  # for references of torch's own, too
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
