@@ -435,7 +435,9 @@ def reduce_scatter_method() -> Callable[..., Any]:
 
 @cache
 def gather_under_short_names() -> object:
-    """Let functional collectives gather CPU tensors by `_allgather_base_` while the returned object lives: always.
+    """Make functional all-gathers of CPU tensors use `_allgather_base_`, in the whole process.
+
+    Return the registration, which ends with the object; the cache of this function keeps it.
 
     Note: why. gloo runs a group's collectives on two threads. Each writes the name of a collective that it completed to
     the same string, without a lock (seen in torch 2.11 and 2.13). A name of up to 15 characters is inside the string

@@ -64,7 +64,7 @@ def serve(pipe: Connection) -> None:
     """A worker's life: run calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
     faulthandler.enable()  # a crash tells where each thread was
-    gather_under_short_names()  # for references of torch's own, too
+    gather_under_short_names()  # as plain torch, the reference, gathers DTensors too
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     gc.freeze()  # what was imported, now or by a run, is never garbage: the collection after each run stays cheap
