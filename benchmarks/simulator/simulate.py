@@ -51,7 +51,7 @@ from dzero.zero.layout import Layout
 from dzero.zero.shard import ModelInit, shard
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
+from dzero.zero.units import ROOT, UnitChoice, find_units, shapes_of, slots_by_unit
 from simulator.extrapolate import SHORT, repeat
 from simulator.observe import Observed, ObservedAction, Passes, observe
 from simulator.offloaded_states import Absent, with_brought
@@ -214,7 +214,11 @@ def _shapes(scenario: Scenario, mesh: DeviceMesh) -> list[UnitShape]:
 
 def _shapes_of(scenario: Scenario, cut: ParallelModel) -> list[UnitShape]:
     model, parts = cut.model, cut.stages
-    units = find_units(model, scenario.zero.units, experts=None if cut.experts is None else cut.experts.modules)
+    units = find_units(
+        model,
+        UnitChoice.of(scenario.zero, scenario.precision),
+        None if cut.experts is None else cut.experts.modules,
+    )
     units.append((ROOT, [model]))
     return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
 

@@ -14,7 +14,7 @@ from dzero.utils.terminal import Table
 from dzero.zero.cost_model import Legs, collectives_of
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import unit_around
+from dzero.zero.units import nested
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
     """Yield the collectives of a step in order.
 
     Forward goes through the blocks in the model's order, backward in reverse. The root comes first in forward and in
-    the gathers of backward, and last in the reductions. Expert units are next to the block that contains them.
+    the gathers of backward, and last in the reductions. Units inside a block are next to it.
     """
     *blocks, root = _nested(units)
     microbatches = layout.microbatches
@@ -80,13 +80,10 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
 
 
 def _nested(units: Sequence[UnitShape]) -> list[UnitShape]:
-    """Return the units with each expert unit, which `units` lists first, after the unit that contains it."""
-    experts = [unit for unit in units if unit.shared_by > 1]
-    others = [unit for unit in units if unit.shared_by == 1]
-    around = {each.name: unit_around(each.name, [unit.name for unit in others]) for each in experts}
-    *blocks, root = others
-    nested = [each for unit in blocks for each in (unit, *(e for e in experts if around[e.name] == unit.name))]
-    return [*nested, *(each for each in experts if around[each.name] == root.name), root]
+    """Return the units with each unit inside another, which `units` lists before that one, after it."""
+    around = nested([unit.name for unit in units])
+    outer = [unit for unit in units if unit.name not in around]
+    return [each for one in outer for each in (one, *(unit for unit in units if around.get(unit.name) == one.name))]
 
 
 def folded(found: Iterator[PlannedCollective]) -> list[PlannedCollective]:

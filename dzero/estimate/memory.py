@@ -38,7 +38,7 @@ from dzero.zero.layout import Layout
 from dzero.zero.offload_config import FROZEN
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import unit_around
+from dzero.zero.units import nested
 
 Moments = int | OwnedStates
 """Tensors of its shape that the optimizer keeps for each parameter, or states that owners keep whole."""
@@ -137,16 +137,15 @@ def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) 
 class _Device:
     """Bytes that are alive while each unit runs.
 
-    Expert units have a table of their own. They come before the unit around them, since their forward ends first.
+    Units inside another come before it, since their forward ends first. Expert units have a table of their own.
     """
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], moments: Moments) -> None:
         self._layout, self._units = layout, {unit.name: unit for unit in units}
         self._own = {unit.name: layout.of_unit(unit) for unit in units}
-        inner = [unit.name for unit in units if unit.shared_by > 1]
-        outer = [name for name in self._own if name not in inner]
-        self._around = {name: unit_around(name, outer) for name in inner}
-        self._order = [each for name in outer for each in (*(i for i in inner if self._around[i] == name), name)]
+        self._around = nested([*self._own])
+        inside = {name: [each for each in self._around if self._around[each] == name] for name in self._own}
+        self._order = [each for name in self._own if name not in self._around for each in (*inside[name], name)]
         away = names_off_device(layout.tiers, units)
         params = [(unit.name, self._own[unit.name], param) for unit in units for param in unit.params]
         states = [

@@ -29,7 +29,7 @@ from dzero.estimate.operator_work import GROUPED, OperatorWork, work_of
 from dzero.mesh import CONTEXT, EXPERT
 from dzero.utils.torch_internals import fake_tensors, intercept, storage_key, tree_leaves
 from dzero.zero.dtensors import local_of
-from dzero.zero.units import ROOT, find_units, unit_around
+from dzero.zero.units import BLOCKS_AND_ENDS, ROOT, UnitChoice, find_units, nested
 
 FORWARD, BACKWARD = "forward", "backward"
 LOSS = "loss"
@@ -94,7 +94,7 @@ STATES_ALONE = MicrobatchCosts(())
 def costs_of(
     model: nn.Module,
     loss: Loss,
-    units: Sequence[str] | None = None,
+    choice: UnitChoice = BLOCKS_AND_ENDS,
     *,
     ledger: Ledger | None = None,
     beside: Mapping[str, int] | None = None,
@@ -103,11 +103,12 @@ def costs_of(
 ) -> MicrobatchCosts:
     """Measure the costs of one microbatch of `model`, on meta in its compute dtype, on fake tensors.
 
-    `units` are class names, as in `zero.units`, `experts` the modules that ranks share, by name. Attention (cp) and
-    experts (ep) count their traffic in `ledger`; `beside` has the ranks along both. `fuses_casts` if blocks are
-    compiled, of which casts to 8 bits alone are counted so.
+    `choice` tells which modules are units, `experts` which of them ranks share, by name. Attention (cp) and experts
+    (ep) count their traffic in `ledger`; `beside` has the ranks along both. `fuses_casts` if blocks are compiled, of
+    which casts to 8 bits alone are counted so.
     """
-    modules = dict(find_units(model, units, experts=experts))
+    modules = dict(find_units(model, choice, experts))
+    around = nested([*modules, ROOT])
     meter = _CostMeter(ledger or Ledger(), fuses_casts=fuses_casts)
     with fake_tensors(), intercept(meter.run):
         with meter.unseen():
@@ -118,12 +119,11 @@ def costs_of(
                 loss(model).backward()  # type: ignore[no-untyped-call]
                 model.zero_grad()
         owner = {param: name for name, each in modules.items() for module in each for param in module.parameters()}
-        for name, module in (experts or {}).items():
-            owner |= dict.fromkeys(module.parameters(), name)
+        for name in around:
+            owner |= {param: name for module in modules[name] for param in module.parameters()}
         for name, each in modules.items():
-            around = unit_around(name, [*modules, ROOT]) if name in (experts or {}) else ROOT
             for module in each:
-                meter.follow(name, module, around)
+                meter.follow(name, module, around.get(name, ROOT))
         meter.follow(ROOT, model, around=LOSS)
         for param in model.parameters():
             if param.requires_grad:

@@ -36,7 +36,7 @@ from dzero.plan.run_layout import parallel_of, tile_loss_of
 from dzero.zero.float8_layers import Float8Layers, convert_linear_layers
 from dzero.zero.quantized_weights import CODECS
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import ROOT, find_units, roots_of, shapes_of, slots_by_unit
+from dzero.zero.units import ROOT, UnitChoice, find_units, roots_of, shapes_of, slots_by_unit
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
 def units_of(config: RunConfig, model: nn.Module, rank: RankView | None = None) -> list[UnitShape]:
     """Return the shapes of the units of `model`, as `rank` has it, the root last."""
     stages, experts = (None, {}) if rank is None else (rank.stages, rank.experts)
-    units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
+    units = [*find_units(model, UnitChoice.of(config.zero, config.precision), experts), (ROOT, [model])]
     slots = slots_by_unit(model, units, stages.aliases if stages else None)
     return shapes_of(slots, units, [model], CODECS.get(config.precision.frozen))
 
@@ -158,7 +158,7 @@ def costs_for(
     costs = costs_of(
         working,
         loss,
-        config.zero.units,
+        UnitChoice.of(config.zero, config.precision),
         ledger=rank.ledger,
         beside=beside,
         experts=rank.experts,

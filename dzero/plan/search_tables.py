@@ -19,8 +19,10 @@ GROUPS = {  # tiers of param, grad, master and moments -> option of conf/offload
 }
 TIER_KEYS = [f"offload.{kind}" for kind in KINDS]
 MEND = {
-    DEVICE: "fewer train.sequence_tokens, block.tiles and block.loss_tiles, more ranks, or devices with more memory",
-    HOST: "nodes with more host memory, more nodes, or precision=bf16_remainder and precision.moments=bf16",
+    DEVICE: "fewer train.sequence_tokens, a smaller zero.unit_bytes, block.tiles and block.loss_tiles, more ranks, or "
+    "devices with more memory",
+    HOST: "nodes with more host memory, more nodes, precision=bf16_remainder and precision.moments=bf16, or for states "
+    "on disk a smaller zero.unit_bytes",
     DISK: "more scratch space (offload.disk.paths), more nodes, or precision=bf16_remainder and precision.moments=bf16",
 }
 

@@ -1,9 +1,9 @@
 """Ladder of runs that leads from the baseline to the configuration, and the expected result of each comparison.
 
 The baseline is stage 0 with all states on the device. It has the user's model, data, seed, precision and ranks; nothing
-is sharded, offloaded, overlapped or tiled. Another order of additions gives other bits. So between the baseline and the
-configuration there is a rung for each setting that changes the arithmetic, and each rung is compared with the one
-before it.
+is sharded, offloaded, overlapped, tiled, or split into parts of units. Another order of additions gives other bits. So
+between the baseline and the configuration there is a rung for each setting that changes the arithmetic, and each rung
+is compared with the one before it.
 
     rung                         difference from the rung before                    expected
     stage 0 on the device        (runs twice)                                       the same bits
@@ -15,7 +15,7 @@ before it.
                                  how 8-bit moments are cut into blocks,
                                  payloads in blocks of 8 or 4 bits
     ... a step late              overlap=delayed, once its warm-up is over          a tolerance
-    the configuration            placement alone: stage, tiers, overlap             the same bits
+    the configuration            placement alone: stage, units, tiers, overlap      the same bits
 
 If an axis of the configuration shards sequences or the model, lower rungs have them whole: each of the ranks that share
 them later does all of the work, for the same sequences, so that a step is a mean over the same sequences. (Ranks that
@@ -110,7 +110,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     (_, whole), *meshes = meshes_to(config.mesh)
     base = replace(
         config,
-        zero=replace(config.zero, stage=0, reshard_after_forward=True, optimizer_shard_axes=["shard"]),
+        zero=replace(config.zero, stage=0, unit_bytes=None, reshard_after_forward=True, optimizer_shard_axes=["shard"]),
         precision=_unquantized(config.precision),
         mesh=whole,
         offload=OffloadConfig(),

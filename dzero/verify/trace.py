@@ -16,7 +16,8 @@ The first mark that differs shows where a fault is. A unit that was not updated,
 forward reads differently; a unit that is reduced wrongly is the only one whose gradients differ. No mark waits for
 updates that training itself does not wait for, so updates that come too late are detected. A mark has 64 bits. For a
 unit it is a hash of this rank's rows (`verify/rows.py`), which are the same in every run of one mesh, whether the rank
-holds only these rows or all of them.
+holds only these rows or all of them. Units inside a block are marked as the block, since its parts are units in only
+one of the runs (`zero.unit_bytes`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import nn
 
 from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig
@@ -41,9 +43,10 @@ from dzero.optim.state_placement import read
 from dzero.trainer.trainer import Trainer
 from dzero.verify.rows import AnsweredParams, AnsweredRows
 from dzero.zero.dtensors import local_of
+from dzero.zero.fsdp_internals import is_in_backward
 from dzero.zero.layout import Layout
 from dzero.zero.unit import Unit, as_module
-from dzero.zero.units import ROOT
+from dzero.zero.units import ROOT, nested
 
 READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM = "read", "loss", "mean", "grad", "norm", "scale", "master", "param"
 ORDER = (READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM)
@@ -119,22 +122,35 @@ class Followed(Trainer):
             for module in self.sharded.model.modules()
             for attribute, param in module.named_parameters(recurse=False)
         }
+        self._params = self._names_by_block()
         self._hooks = [
             # Registered, and so called, after FSDP2's own hook: the parameters are unsharded.
             as_module(unit.modules[0]).register_forward_pre_hook(partial(self._before_forward, unit))
             for unit in self.sharded.units
             if unit.params
         ]
-        self._reads: dict[str, xxhash.xxh3_64] = {}
+        self._reads: defaultdict[str, xxhash.xxh3_64] = defaultdict(xxhash.xxh3_64)
+
+    def _names_by_block(self) -> dict[str, list[str]]:
+        """Return the names of parameters, in the model's order, by unit; those of units inside a block by the block."""
+        units = self.sharded.units
+        inside = nested([unit.shape.name for unit in units])
+        at = {param: index for index, param in enumerate(self._slots)}
+        order = {name: at[param] for unit in units for name, param in unit.params.items()}
+        found: dict[str, list[str]] = {inside.get(unit.shape.name, unit.shape.name): [] for unit in units}
+        for unit in units:
+            found[inside.get(unit.shape.name, unit.shape.name)] += unit.params
+        return {block: sorted(names, key=order.__getitem__) for block, names in found.items()}
 
     def follow(self, steps: int) -> Trace:
         """Train for `steps` steps; return the trace of all of them, and of the states after the last."""
         begin, nobody = self._masters(), Silent()
         for self._at in range(1, steps + 1):
-            self._reads = {unit.shape.name: xxhash.xxh3_64() for unit in self.sharded.units}
+            self._reads.clear()
             shared = self.step(self._at, nobody)
-            for name, digest in self._reads.items():
-                self._mark(READ, name, digest.intdigest())
+            for unit, names in self._params.items():
+                digests = b"".join(self._reads[name].digest() for name in names)
+                self._mark(READ, unit, xxhash.xxh3_64_intdigest(digests))
             decision = self.optim.last_decision
             assert decision is not None
             self._mark(MEAN, "", _bits(shared.loss))
@@ -147,9 +163,10 @@ class Followed(Trainer):
         self.optim.synchronize()
         self.trace.masters = end = self._masters()
         self.trace.moved = {name: self._rows.placed.weight[name] * squared(end[name] - begin[name]) for name in end}
-        for unit in self.sharded.units:
-            self._mark_all(MASTER, unit, {name: end[name] for name in unit.params if name in end})
-            shards = {name: read(local_of(param)).view(-1) for name, param in unit.params.items()}
+        params = {name: param for unit in self.sharded.units for name, param in unit.params.items()}
+        for unit, names in self._params.items():
+            self._mark_all(MASTER, unit, {name: end[name] for name in names if name in end})
+            shards = {name: read(local_of(params[name])).view(-1) for name in names}
             self._mark_all(PARAM, unit, {name: self._rows.mine(name, shard) for name, shard in shards.items()})
         return self.trace
 
@@ -160,24 +177,26 @@ class Followed(Trainer):
         self.optim.gradients.complete()
         grads = self.optim.gradients.named()
         squares: defaultdict[str, float] = defaultdict(float)
-        for unit in self.sharded.units:
-            mine = {name: self._rows.mine(name, grads[name]) for name in unit.params if name in grads}
+        for unit, names in self._params.items():
+            mine = {name: self._rows.mine(name, grads[name]) for name in names if name in grads}
             self._mark_all(GRAD, unit, mine)
             weight = self._rows.placed.weight
             scaled = sum(weight[name] * sum_squares([grad]).item() for name, grad in mine.items())
-            root, _, number = unit.shape.name.rpartition(".")  # every pipeline stage has a root unit, as the model has
-            name = ROOT if (root, number.isdigit()) == (ROOT, True) else unit.shape.name
+            root, _, number = unit.rpartition(".")  # every pipeline stage has a root unit, as the model has
+            name = ROOT if (root, number.isdigit()) == (ROOT, True) else unit
             squares[name] += scaled / self.optim.scaler.scale**2
         self.trace.squares.append(squares)
         return loss
 
     @torch.no_grad()
     def _before_forward(self, unit: Unit, *_: object) -> None:
+        if is_in_backward(unit.modules[0]):  # a part of a block that is computed again, unlike the block itself
+            return
         for name, param in unit.params.items():
             owner, attribute = self._slots[param]
             whole = local_of(getattr(owner, attribute))
-            self._reads[unit.shape.name].update(_bytes_of(whole))
-            if self._keep == Mark(self._at, READ, unit.shape.name):
+            self._reads[name].update(_bytes_of(whole))
+            if self._keep is not None and self._keep[:2] == (self._at, READ) and name in self._params[self._keep.unit]:
                 before = [self.trace.kept[name]] if name in self.trace.kept else []
                 self.trace.kept[name] = torch.cat([*before, whole.detach().cpu().view(-1)])
 
@@ -193,11 +212,11 @@ class Followed(Trainer):
             self.optim.export_state(unit, put)
         return masters
 
-    def _mark_all(self, what: str, unit: Unit, tensors: dict[str, torch.Tensor]) -> None:
+    def _mark_all(self, what: str, unit: str, tensors: dict[str, torch.Tensor]) -> None:
         digest = xxhash.xxh3_64()
         for tensor in tensors.values():
             digest.update(_bytes_of(tensor))
-        mark = self._mark(what, unit.shape.name, digest.intdigest())
+        mark = self._mark(what, unit, digest.intdigest())
         if mark == self._keep:
             self.trace.kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 

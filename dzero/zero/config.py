@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dzero.compatibility import check_compatible
+from dzero.utils.ranges import MOST_BYTES, check, whole
 from dzero.utils.renamed import accepts_old_names
 from dzero.utils.rules import Settings, shown
 
@@ -34,6 +35,9 @@ class ZeroConfig:
     units: Any = None
     """Class names of modules that are sharded and gathered together, or in Python a predicate of modules. null: blocks,
     large embedding and head."""
+    unit_bytes: int | None = None
+    """Bytes of gathered parameters beyond which a unit is split: its largest modules become units inside it. null: no
+    limit."""
     reduction: str = "auto"
     """Gradient sums: exact (fp32 in rank order), native (the backend's), or auto (exact on CPU, native on CUDA; exact
     where quantized or over nodes)."""
@@ -58,6 +62,7 @@ class ZeroConfig:
         is_names = isinstance(self.units, Sequence) and all(isinstance(each, str) for each in self.units)
         if self.units is not None and not is_names and not callable(self.units):
             raise ValueError(f"zero.units={self.units!r}: a list of class names, or in Python a predicate of modules")
+        check("zero", self, unit_bytes=whole(1, MOST_BYTES, or_null="for no limit"))
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"zero.reduction={self.reduction!r}: choose one of {list(REDUCTIONS)}")
         check_compatible(Settings.of(zero=self))

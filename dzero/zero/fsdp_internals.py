@@ -192,13 +192,18 @@ def follow_root(module: nn.Module, root: FSDPModule) -> None:
 
 def has_failed(root: FSDPModule) -> bool:
     """Return whether the last backward raised and left FSDP2 in the middle of it; call this outside of backward."""
-    return state_of(root)._state_ctx.post_backward_final_callback_queued
+    return is_in_backward(root)
 
 
 def is_outermost(module: FSDPModule, *, is_root: bool) -> bool:
     """Return whether the unit's forward that just ended is neither inside another's nor recomputed in backward."""
-    context = state_of(module)._state_ctx
-    return not (context.post_backward_final_callback_queued or (not is_root and context.iter_forward_root is not None))
+    inside = not is_root and state_of(module)._state_ctx.iter_forward_root is not None
+    return not (is_in_backward(module) or inside)
+
+
+def is_in_backward(module: FSDPModule) -> bool:
+    """Return whether a backward of the model that a unit belongs to is running."""
+    return state_of(module)._state_ctx.post_backward_final_callback_queued
 
 
 def generate_alone(module: nn.Module) -> None:

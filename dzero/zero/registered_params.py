@@ -130,7 +130,12 @@ class _Shown:
             return run(*args)
 
     def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
-        """Run FSDP2's `post_forward` so that the backward of this forward fails if parameters change before it."""
+        """Run FSDP2's `post_forward` so that the backward of this forward fails if parameters change before it.
+
+        A forward that backward recomputes leaves a unit inside another gathered, because its own backward is next.
+        """
+        if fsdp.is_in_backward(self._unit.modules[0]):
+            return output
         # FSDP2 is about to register this method as a hook of the output tensors, by which it detects the backward.
         if self._backward_hook is not None:
             hook = partial(_unless_changed, self._unit, self._unit.version, self._backward_hook)

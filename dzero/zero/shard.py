@@ -26,7 +26,7 @@ from dzero.zero.offload_config import OFFLOADS, OffloadConfig
 from dzero.zero.scalar_params import widen
 from dzero.zero.sharded import Sharded
 from dzero.zero.sharder import Sharder
-from dzero.zero.units import roots_of, units_of_roots
+from dzero.zero.units import UnitChoice, roots_of, units_of_roots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,7 @@ def shard(
             stacklevel=2,
         )
     scalars = widen(whole)
-    names, predicate = (None, zero.units) if callable(zero.units) else (zero.units, None)
-    units = units_of_roots(whole, stages, names, predicate, None if experts is None else experts.modules)
+    units = units_of_roots(whole, stages, UnitChoice.of(zero, precision), None if experts is None else experts.modules)
     materialise = init.materialise
     if cut is not None and materialise is not None:
         materialise = cut.filling(materialise)

@@ -2,9 +2,9 @@
 
 A *unit* is a list of modules that share one collective. By default, units are the transformer blocks (those that share
 weights are one unit), and a large input embedding and output head. All else (final norm, small or tied embeddings and
-heads) belongs to the last unit, the root. Tiles (parallel/tiling/tile.py) and shared experts
-(parallel/expert/dispatch.py) are units inside units: they are gathered only for their own forward and backward, and
-precede the unit around them.
+heads) belongs to the last unit, the root. Units inside units are gathered only for their own forward and backward, and
+precede the unit around them: tiles (parallel/tiling/tile.py), shared experts (parallel/expert/dispatch.py), and the
+parts of a block that is larger than `zero.unit_bytes` (zero/unit_parts.py).
 
 Note: embeddings and heads. A weight that is read outside of its module's forward, for instance by a loss made from
 `head.weight`, cannot be in a unit of its own, because it is a shard there. Whether a model does so cannot be detected
@@ -33,13 +33,16 @@ from itertools import accumulate
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from dzero.hardware import dtype_of
 from dzero.parallel.blocks import find_blocks
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.conv1d import FusedProjection, RowsProjection
 from dzero.parallel.tiling.tile import find_tiles
 from dzero.utils.torch_internals import registered
+from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.dtensors import local_of
 from dzero.zero.quantized_weights import BLOCK_ELEMS, WeightCodec
+from dzero.zero.unit_parts import with_parts
 from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 
 ROOT = "root"
@@ -53,44 +56,72 @@ OWN_UNIT_ELEMS = 1 << 23
 more than it hides."""
 
 
+@dataclass(frozen=True)
+class UnitChoice:
+    """Choice of the units.
+
+    Attributes:
+        class_names: Classes whose modules are units; empty for blocks and ends.
+        is_unit: Predicate of modules that are units, in place of classes.
+        most_elems: Elements beyond which a unit is split into parts. None: no unit is.
+    """
+
+    class_names: Sequence[str] = ()
+    is_unit: Callable[[nn.Module], bool] | None = None
+    most_elems: int | None = None
+
+    @classmethod
+    def of(cls, zero: ZeroConfig, precision: PrecisionConfig) -> UnitChoice:
+        """Return the choice that `zero` makes for parameters in their working dtype."""
+        most = None if zero.unit_bytes is None else zero.unit_bytes // dtype_of(precision.param).itemsize
+        return cls((), zero.units, most) if callable(zero.units) else cls(tuple(zero.units or ()), None, most)
+
+
+BLOCKS_AND_ENDS = UnitChoice()
+
+
 def find_units(
-    model: nn.Module,
-    class_names: Sequence[str] | None = None,
-    is_unit: Callable[[nn.Module], bool] | None = None,
-    experts: Mapping[str, nn.Module] | None = None,
+    model: nn.Module, choice: UnitChoice = BLOCKS_AND_ENDS, experts: Mapping[str, nn.Module] | None = None
 ) -> list[tuple[str, list[nn.Module]]]:
     """Return (name, modules) of every unit but the root.
 
-    Tiles and shared experts come first, then the others in the order of the model's modules. By default these are the
-    elements of the outermost ModuleLists and Sequentials (the model itself may be a Sequential), after the input
-    embedding and before the output head where the module's note allows these. Of nested modules, the outer one is the
-    unit. Units that share parameters are joined, or belong to the root if they share parameters with it.
+    Tiles and shared experts come first, then the others in the order of the model's modules, each after its parts. By
+    default these are the elements of the outermost ModuleLists and Sequentials (the model itself may be a Sequential),
+    after the input embedding and before the output head where the module's note allows these. Of nested modules, the
+    outer one is the unit. Units that share parameters are joined, or belong to the root if they share parameters with
+    it.
 
     Args:
         model: The model, or one pipeline stage.
-        class_names: Classes whose modules are units.
-        is_unit: Predicate that selects units; excludes `class_names`.
+        choice: Which modules are units.
         experts: Shared experts by name; those outside of `model` are ignored.
 
     Raises:
-        ValueError: If no unit has one of `class_names`, or if a tied parameter was tiled.
+        ValueError: If no unit has one of the chosen classes, or if a tied parameter was tiled.
     """
-    if class_names and is_unit:
-        raise ValueError(f"zero.units={class_names} and a predicate: only one can choose the units")
-    if class_names:
-        named = _by_class(model, class_names)
+    if choice.class_names:
+        named = _by_class(model, choice.class_names)
     else:
-        named = _blocks_and_ends(model) if is_unit is None else _outermost(model, is_unit)
+        named = _blocks_and_ends(model) if choice.is_unit is None else _outermost(model, choice.is_unit)
     here = {*model.modules()}
     inner = [*find_tiles(model), *((name, module) for name, module in (experts or {}).items() if module in here)]
     held = {param for _, each in inner for param in each.parameters()}
     named = [(name, module) for name, module in named if {*module.parameters()} - held]
-    return [(name, [each]) for name, each in inner] + _joined_by_tied_weights(model, named, held)
+    units = _joined_by_tied_weights(model, named, held)
+    if choice.most_elems is not None:
+        units = [part for unit in units for part in with_parts(unit, choice.most_elems, held, model)]
+    return [(name, [each]) for name, each in inner] + units
 
 
 def unit_around(name: str, others: Sequence[str]) -> str:
     """Return the name in `others`, the root last, of the unit around the unit `name`."""
     return next((each for each in others if any(name.startswith(f"{one}.") for one in each.split("+"))), others[-1])
+
+
+def nested(names: Sequence[str]) -> dict[str, str]:
+    """Return the unit around each unit that is inside one other than the root; of all `names`, the root is last."""
+    around = {name: unit_around(name, names) for name in names}
+    return {name: outer for name, outer in around.items() if outer != names[-1]}
 
 
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -200,16 +231,15 @@ def roots_of(model: nn.Module, stages: ModelStages | None) -> list[nn.Module]:
 def units_of_roots(
     model: nn.Module,
     stages: ModelStages | None,
-    class_names: Sequence[str] | None,
-    is_unit: Callable[[nn.Module], bool] | None,
-    experts: Mapping[str, nn.Module] | None,
+    choice: UnitChoice = BLOCKS_AND_ENDS,
+    experts: Mapping[str, nn.Module] | None = None,
 ) -> Units:
     """Return the units of every root, each root after the units inside it."""
     roots = roots_of(model, stages)
     units: Units = []
     for number, root in enumerate(roots):
         name = ROOT if len(roots) == 1 else f"{ROOT}.{number}"
-        units += [*find_units(root, class_names, is_unit, experts), (name, [root])]
+        units += [*find_units(root, choice, experts), (name, [root])]
     return units
 
 

@@ -16,7 +16,7 @@ from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero import units
-from dzero.zero.units import OWN_UNIT_ELEMS, find_units, roots_of, shapes_of, slots_by_unit, units_of_roots
+from dzero.zero.units import OWN_UNIT_ELEMS, UnitChoice, find_units, roots_of, shapes_of, slots_by_unit, units_of_roots
 
 LARGE, SMALL = OWN_UNIT_ELEMS // 64, OWN_UNIT_ELEMS // 64 - 1
 """Words of a vocabulary whose embedding, of width 64, just is a unit of its own, or just is not."""
@@ -41,7 +41,7 @@ def transformers_model(kind: str, **sizes: Any) -> Any:
 
 
 def names(model: nn.Module, classes: list[str] | None = None) -> list[str]:
-    return [name for name, _ in find_units(model, classes)]
+    return [name for name, _ in find_units(model, UnitChoice(tuple(classes or ())))]
 
 
 def test_units_are_the_elements_of_the_outermost_lists() -> None:
@@ -66,11 +66,11 @@ def test_units_can_be_named_by_class_of_which_the_outer_ones_count() -> None:
 
 def test_a_class_without_units_is_an_error_that_lists_the_models_classes() -> None:
     with pytest.raises(ValueError, match=r"zero\.units=\['Blok'\]: no such modules.*'Block', 'Embedding'"):
-        find_units(small_decoders.build("even"), ["Block", "Blok"])
+        find_units(small_decoders.build("even"), UnitChoice(("Block", "Blok")))
     with pytest.raises(ValueError, match=r"zero\.units=\['Embedding2'\]"):
-        find_units(small_decoders.build("even"), ["Embedding2"])
+        find_units(small_decoders.build("even"), UnitChoice(("Embedding2",)))
     with pytest.raises(ValueError, match=r"zero\.units=\['GELU'\]: no such modules outside the other units"):
-        find_units(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU())), ["Sequential", "GELU"])
+        find_units(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU())), UnitChoice(("Sequential", "GELU")))
 
 
 def test_blocks_that_share_a_weight_become_one_unit() -> None:
@@ -114,8 +114,9 @@ def test_ends_that_share_a_weight_are_left_to_the_root_together() -> None:
 
 def test_units_that_are_chosen_are_all_units() -> None:
     assert names(llama(), ["Block"]) == BLOCKS
-    assert [name for name, _ in find_units(llama(), is_unit=lambda each: isinstance(each, nn.Linear))][-1] == "head"
-    assert [name for name, _ in find_units(llama(), is_unit=lambda each: each.__class__.__name__ == "Block")] == BLOCKS
+    linear, block = (lambda each: isinstance(each, nn.Linear)), (lambda each: each.__class__.__name__ == "Block")
+    assert [name for name, _ in find_units(llama(), UnitChoice(is_unit=linear))][-1] == "head"
+    assert [name for name, _ in find_units(llama(), UnitChoice(is_unit=block))] == BLOCKS
 
 
 def test_a_head_in_tiles_is_its_tiles() -> None:
@@ -219,6 +220,6 @@ def test_an_end_has_one_parameter_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_root_and_the_head_close_forward(tied: bool) -> None:
     model = llama(tied=tied)
-    roots, units = roots_of(model, None), units_of_roots(model, None, None, None, None)
+    roots, units = roots_of(model, None), units_of_roots(model, None)
     closing = [shape.name for shape in shapes_of(slots_by_unit(model, units), units, roots) if shape.closes_forward]
     assert closing == (["root"] if tied else ["head", "root"])

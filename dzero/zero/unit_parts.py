@@ -1,0 +1,92 @@
+"""Parts of a unit that is larger than `zero.unit_bytes`: modules of it that become units inside it.
+
+A unit is gathered into one buffer, reduced from one buffer, and moved to and from the host as one. The largest unit
+thus decides how large these buffers are, and the slots on the host for states on disk. Parts bound them by a constant
+(the constant-size buffers of ZeRO, section 6.2), and let the update of one part overlap with the transfers of the next.
+Values do not change by a bit, since no operation combines elements of two parameters.
+
+The largest modules become parts, until the rest of the unit is small enough. A module that is itself too large is
+replaced by its submodules. Three kinds of modules are never divided, so that a unit may stay larger:
+
+    modules of torch.nn            some read the weights of their submodules without calling them (MultiheadAttention),
+                                   where a part would be a shard
+    modules with a ModuleList      which of its elements run may depend on the data (experts), hence differ between
+                                   ranks, which must gather the same units in one order
+    modules that share parameters  with others: these have no unit of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from dzero.utils.torch_internals import registered
+from dzero.zero.dtensors import local_of
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+Unit = tuple[str, list[nn.Module]]
+
+
+def with_parts(unit: Unit, most_elems: int, inner: Collection[nn.Parameter], model: nn.Module) -> list[Unit]:
+    """Return the parts of a unit in the order of its modules, and the unit itself last.
+
+    Args:
+        unit: Name and modules of the unit. If there are several, which share parameters, it has no parts.
+        most_elems: Elements that a unit should have at most.
+        inner: Parameters in tiles and shared experts, which are units already.
+        model: The model, in which parameters may have further users.
+    """
+    name, (module, *others) = unit
+    if others:
+        return [unit]
+    inner = {*inner}
+    elems = {each: _elems(each, inner) for each in module.modules()}
+    if elems[module] <= most_elems or _is_of_torch(module):
+        return [unit]
+    users = _users(model)
+    rest, parts = elems[module], dict[str, nn.Module]()
+    waiting = {path: each for path, each in module.named_children() if not isinstance(each, LISTS)}
+    while rest > most_elems and waiting:
+        path = max(waiting, key=lambda path: elems[waiting[path]])
+        part = waiting.pop(path)
+        inside = {f"{path}.{below}": each for below, each in _divided(part).items()}
+        alone = inner.isdisjoint(part.parameters()) and all(
+            users[param] <= {*part.modules()} for param in part.parameters()
+        )
+        if inside and not (alone and elems[part] <= most_elems):
+            waiting |= inside
+        elif alone and 0 < elems[part] < rest:  # without the last, the unit would have no parameters
+            parts[path] = part
+            rest -= elems[part]
+    found = [(f"{name}.{path}", [each]) for path, each in module.named_modules() if path in parts]
+    return [*found, unit]
+
+
+def _divided(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules that may be parts by name, or nothing if the module is never divided."""
+    children = dict(module.named_children())
+    return {} if _is_of_torch(module) or any(isinstance(each, LISTS) for each in children.values()) else children
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    classes = (each for each in type(module).__mro__ if each not in (nn.Module, nn.Sequential))
+    return any(each.__module__.startswith("torch.nn.") for each in classes)
+
+
+def _elems(module: nn.Module, inner: Collection[nn.Parameter]) -> int:
+    """Return the elements that this rank's data-parallel group has of a module's own unit."""
+    found = (param for param in module.parameters() if param.is_floating_point() and param not in inner)
+    return sum(local_of(param).numel() for param in found)
+
+
+def _users(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+    """Return the modules that have each parameter."""
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for param in registered(module).values():
+            if param is not None:
+                users.setdefault(param, set()).add(module)
+    return users
