@@ -514,6 +514,18 @@ BLOCKS = (
         "block.compile=null or false",
         "block.compile=true block.tiles=2",
     ),
+    Rule(
+        "block.compile=true zero.unit_bytes!=null",
+        "a part of a block is gathered inside it, which ends compiled code there",
+        "block.compile=null or false",
+        "block.compile=true zero.unit_bytes=1000000",
+    ),
+    Rule(
+        "zero.unit_bytes!=null zero.unused=zeros",
+        "a part of a block that only some ranks run would be gathered by these alone",
+        "zero.unit_bytes=null, or zero.unused=agree",
+        "zero.unit_bytes=1000000 zero.unused=zeros",
+    ),
     Rule("block.tiles>1 model.kind=moe", "experts are not cut", "block.tiles=1", "model=tiny_moe block.tiles=2"),
     Rule(
         "block.tiles>1 mesh.tp>1",

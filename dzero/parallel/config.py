@@ -19,7 +19,8 @@ class BlockConfig:
     activation_checkpoint: str = "none"
     """Activations that backward recomputes: none, selective (all but matrix products), or full (every block)."""
     compile: bool | None = None
-    """Apply torch.compile to each block. null: only on CUDA, without tiles and without mesh.ep."""
+    """Apply torch.compile to each block. null: only on CUDA, and where no modules of a block are gathered by
+    themselves (tiles, mesh.ep, zero.unit_bytes)."""
     tiles: int = 1
     """Tiles of each block's MLPs, gathered and freed one after the other. 1: no tiling."""
     loss_tiles: int | None = None

@@ -32,7 +32,7 @@ from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.loss import losses_of
-from dzero.plan.run_layout import parallel_of, tile_loss_of
+from dzero.plan.run_layout import block_of, parallel_of, tile_loss_of
 from dzero.zero.float8_layers import Float8Layers, convert_linear_layers
 from dzero.zero.quantized_weights import CODECS
 from dzero.zero.unit_shapes import UnitShape
@@ -162,7 +162,7 @@ def costs_for(
         ledger=rank.ledger,
         beside=beside,
         experts=rank.experts,
-        fuses_casts=has_fp8 and config.block.compiles("cuda"),
+        fuses_casts=has_fp8 and block_of(config).compiles("cuda"),
     )
     return replace(costs, flights=_flights(config, rank.stages, microbatches))
 

@@ -22,6 +22,7 @@ from dzero.launch.devices import check_workers, device_type, worker_count
 from dzero.models.hf import check_folder
 from dzero.optim.build import check_layout, check_rule_name
 from dzero.parallel.blocks import apply_loss_tiles
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
 from dzero.utils.hub_cache import is_repository
@@ -86,6 +87,14 @@ def parallel_of(config: RunConfig) -> ParallelConfig:
         cp=mesh.cp,
         cp_attention=mesh.cp_attention,
     )
+
+
+def block_of(config: RunConfig) -> BlockConfig:
+    """Return the transformations of a run's blocks, without compilation where it does not work."""
+    within = config.mesh.ep > 1 or config.zero.unit_bytes is not None  # modules of a block are gathered inside it
+    if within or config.mesh.pp_schedule == "zero_bubble":
+        return replace(config.block, compile=False)
+    return config.block
 
 
 def tile_loss_of(config: RunConfig, model: nn.Module) -> None:

@@ -38,7 +38,7 @@ from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
 from dzero.parallel.tiling.loss import losses_of
-from dzero.plan.run_layout import parallel_of, tile_loss_of
+from dzero.plan.run_layout import block_of, parallel_of, tile_loss_of
 from dzero.zero.dtensors import local_of
 from dzero.zero.init_params import Materialise
 from dzero.zero.shard import shard
@@ -89,8 +89,7 @@ class BuiltModel:
         tile_loss_of(config, model)
         self._parallel = parallelize(model, self.mesh, parallel_of(config))
         self.experts, stages = self._parallel.experts, self._parallel.stages
-        compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
-        block = replace(config.block, loss_tiles=1, compile=config.block.compile if compiles else False)
+        block = replace(block_of(config), loss_tiles=1)
         apply_blocks(model, block, device.type)
         self.counts_tensor = mesh.tp > 1 and not block.compiles(device.type)
         self.sharded = shard(

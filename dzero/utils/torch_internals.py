@@ -225,6 +225,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `tensor` is a view of, by autograd, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def hooked_param(params: Mapping[str, torch.Tensor]) -> str | None:
     """Return the name of a parameter that has a gradient hook; one loop, because every step runs it."""
     for name, param in params.items():

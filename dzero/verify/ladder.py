@@ -173,7 +173,8 @@ def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:
 def _unquantized(precision: PrecisionConfig) -> PrecisionConfig:
     """Return `precision` with payloads that stage 0 can send."""
     reduce = "auto" if precision.reduce in QUANTIZED else precision.reduce
-    return replace(precision, gather="param", fetch="param", reduce=reduce)
+    feedback = precision.feedback and reduce == precision.reduce
+    return replace(precision, gather="param", fetch="param", reduce=reduce, feedback=feedback)
 
 
 def _rounding(run: VerifyRun, layout: Layout) -> Gap:

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
 
 from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig

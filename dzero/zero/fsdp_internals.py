@@ -20,6 +20,10 @@ Backports. Since torch 2.13, FSDP2 can reset a backward that raised, and ends th
 modules ran. Since 2.12, it finds tensors in dataclasses that a module returns; otherwise it would not gather the unit
 again for backward. `recover` and `follow_outputs` do this for earlier versions.
 
+Outputs in place. FSDP2 detects a unit's backward by hooks on its outputs. Writing in place into an output that is a
+view, such as that of a linear layer with a bias, replaces its part of the graph, and the hook never runs. A hook on the
+tensor that it is a view of does, so FSDP2's warning about such outputs (since torch 2.13) is silenced.
+
 Use in place. Where the shard axis has one rank, a unit's shards are its whole parameters. FSDP2 has no such case, and
 fills the output of an all-gather. `use_shards` makes the shard itself that output, so that nothing is copied or freed.
 A parameter that is used in another dtype, is offloaded, or shares its memory with others is still copied.
@@ -27,6 +31,7 @@ A parameter that is used in another dtype, is offloaded, or shares its memory wi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
@@ -38,7 +43,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dzero.utils.torch_internals import Seam, tree_leaves
+from dzero.utils.torch_internals import Seam, base_of, is_view, tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
@@ -118,6 +123,11 @@ CHANGES = Seam(
     "refusing a backward whose parameters have changed since its forward",
     "such a backward runs, with wrong gradients. Call backward() before step()",
 )
+VIEWS = Seam(
+    (f"{STATE}_register_pre_backward_hook",),
+    "outputs of units that are views and are written in place",
+    "their unit's backward goes unnoticed, and raises or reduces nothing. Write out of place (y = y / 2)",
+)
 FIRST_CALLS = Seam(
     (f"{STATE}_lazy_init",),
     "calling a unit such as an embedding before the model",
@@ -133,8 +143,10 @@ IN_PLACE = Seam(
     "using parameters in place where the shard axis has one rank",
     "FSDP2 copies them for each use, which takes time and the memory of one more copy of what is gathered",
 )
-SEAMS = (UNITS, REGISTRATION, GRADIENTS, SCALARS, RECOVERY, CHANGES, FIRST_CALLS, IN_PLACE)
+SEAMS = (UNITS, REGISTRATION, GRADIENTS, SCALARS, RECOVERY, CHANGES, VIEWS, FIRST_CALLS, IN_PLACE)
 """What sharding needs of FSDP2."""
+
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 # States and groups.
 
@@ -424,10 +436,23 @@ def recover(root: FSDPModule) -> None:
 
 def follow_outputs(module: nn.Module, *, is_root: bool) -> None:
     """Register the hooks that this version of torch needs; call this once, after `fully_shard`."""
+    if VIEWS.is_there:
+        module.register_forward_hook(_show_bases, with_kwargs=True)
     if not hasattr(import_module("torch.distributed.fsdp._common_utils"), "collect_grad_tensors"):
         module.register_forward_hook(_show_dataclasses)
     if is_root and not hasattr(module, "reset_iter_state"):
         module.register_forward_hook(_end_parts)
+
+
+def _show_bases(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Let FSDP2 detect a backward by what outputs are views of; a view that is written in place leaves the graph."""
+    state = state_of(module)
+    views = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_view(leaf)]
+    if not views or _is_repeated(state):
+        return
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    own = {id(leaf) for leaf in given} | {id(base_of(leaf)) for leaf in given}
+    state._register_pre_backward_hook([base for base in map(base_of, views) if id(base) not in own])
 
 
 def _show_dataclasses(module: nn.Module, _: object, output: Any) -> None:

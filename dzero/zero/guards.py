@@ -32,6 +32,7 @@ from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
 
+TORCH = torch.__path__[0]
 MIXED = "mixed torch.Tensor and DTensor"
 """Part of torch's error where a parameter is a shard and other operands are not."""
 
@@ -164,11 +165,12 @@ def explain_shards(root: nn.Module) -> None:
 def _explain(*_: object) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, RuntimeError) and MIXED in str(error):
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((each for each in reversed(frames) if not each.filename.startswith(TORCH)), frames[-1])
         error.args = (
             f"{place.filename}:{place.lineno} uses a parameter outside of the forward of its unit, where it is a "
             "shard: register it in the module that uses it too (self.weight = other.weight), which makes one unit of "
-            f"both, or choose larger units (zero.units). torch: {error}",
+            f"both, or choose larger units (zero.units, zero.unit_bytes). torch: {error}",
         )
 
 

@@ -26,6 +26,7 @@ from dzero.zero.offload_config import OFFLOADS, OffloadConfig
 from dzero.zero.scalar_params import widen
 from dzero.zero.sharded import Sharded
 from dzero.zero.sharder import Sharder
+from dzero.zero.unit_parts import warn_of_larger
 from dzero.zero.units import UnitChoice, roots_of, units_of_roots
 
 
@@ -136,13 +137,16 @@ def shard(
             stacklevel=2,
         )
     scalars = widen(whole)
-    units = units_of_roots(whole, stages, UnitChoice.of(zero, precision), None if experts is None else experts.modules)
+    choice = UnitChoice.of(zero, precision)
+    units = units_of_roots(whole, stages, choice, None if experts is None else experts.modules)
     materialise = init.materialise
     if cut is not None and materialise is not None:
         materialise = cut.filling(materialise)
     values_on = init.device or _current_device(mesh.device_type)
     from_rank_0 = materialise is None or init.from_rank_0
     sharder = Sharder(whole, layout, data, groups, units, materialise, from_rank_0, values_on, stages, experts, scalars)
+    if choice.most_elems is not None and dist.get_rank() == 0:
+        warn_of_larger([*sharder.shapes.values()], choice.most_elems)
     sharded = sharder.run()
     sharded.float8 = float8
     if cut is not None and cut.config.cp > 1:

@@ -1,12 +1,9 @@
-"""Casts of a unit's inputs, and ownership of its outputs.
+"""Casts of a unit's inputs.
 
 Models that add or normalize in fp32 pass fp32 to the next block. FSDP2 would cast all floating-point arguments of every
 unit, including tables that are fp32 on purpose (sines of positions). Here, only the first one is cast, which the block
 transforms. Of the whole model all arguments are cast but those without dimensions: such a number widens no tensor that
 it meets, and may be one that 16 bits cannot hold, such as the count of tokens that Trainer divides its loss by.
-
-FSDP2 detects the backward of a unit by its output, and misses it if the output is a view that is written in place. An
-embedding that is cut by tensor parallelism returns such a view.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.utils.torch_internals import is_view, tree_leaves, tree_map_only
+from dzero.utils.torch_internals import tree_leaves, tree_map_only
 
 
 def cast_all_inputs(module: nn.Module, dtype: torch.dtype) -> None:
@@ -30,16 +27,6 @@ def cast_all_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 def cast_first_input(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the first floating-point argument of `module` to `dtype`; call this once."""
     module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
-
-
-def own_output(module: nn.Module) -> None:
-    """Make an embedding return its own memory instead of a view; call this once, before `fully_shard`."""
-    if isinstance(module, nn.Embedding):
-        module.register_forward_hook(_copy_view)
-
-
-def _copy_view(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return output.clone() if isinstance(output, torch.Tensor) and is_view(output) else None
 
 
 def _cast_all(

@@ -17,12 +17,15 @@ replaced by its submodules. Three kinds of modules are never divided, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from dzero.hardware import format_count
 from dzero.utils.torch_internals import registered
 from dzero.zero.dtensors import local_of
+from dzero.zero.unit_shapes import UnitShape
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -63,6 +66,19 @@ def with_parts(unit: Unit, most_elems: int, inner: Collection[nn.Parameter], mod
             rest -= elems[part]
     found = [(f"{name}.{path}", [each]) for path, each in module.named_modules() if path in parts]
     return [*found, unit]
+
+
+def warn_of_larger(units: Sequence[UnitShape], most_elems: int) -> None:
+    """Warn of units that stay larger than `zero.unit_bytes`, because they are not divided."""
+    larger = [(unit.shard_elems(1), unit.name) for unit in units if unit.shard_elems(1) > most_elems]
+    if larger:
+        elems, name = max(larger)
+        warnings.warn(
+            f"zero.unit_bytes allows {format_count(most_elems)} elements, but {len(larger)} of {len(units)} units stay "
+            f"larger, most of all {name} with {format_count(elems)}: single layers, modules of torch.nn and those with "
+            "lists of modules are not divided, nor are the root and what shares parameters. block.tiles=N cuts MLPs",
+            stacklevel=3,
+        )
 
 
 def _divided(module: nn.Module) -> dict[str, nn.Module]:

@@ -22,6 +22,7 @@ from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.float8_layers import convert_linear_layers
 from dzero.zero.offload_config import DiskConfig
+from dzero.zero.units import UnitChoice
 
 SHAPE = LlamaShape(vocab_size=1024, hidden_size=128, layers=3, heads=4, kv_heads=2, ffn_size=352)
 SEQUENCES, TOKENS = 2, 128
@@ -44,6 +45,7 @@ class Run:
     recompute: str = "none"
     states: str = "device"
     precision: dict[str, str] = field(default_factory=dict)
+    unit_bytes: int | None = None
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:
@@ -56,7 +58,8 @@ def costs(run: Run, dtype: torch.dtype = torch.bfloat16) -> MicrobatchCosts:
         model = Llama(SHAPE).to(dtype)
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, compile=False), "cpu")
     convert_linear_layers(model, PrecisionConfig(**run.precision), emulate=True)
-    return costs_of(model, loss_of)
+    zero, precision = ZeroConfig(unit_bytes=run.unit_bytes), PrecisionConfig(**run.precision)
+    return costs_of(model, loss_of, UnitChoice.of(zero, precision))
 
 
 def step_of(sharded: Sharded, optim: AdamW) -> None:
@@ -73,7 +76,7 @@ def sharded_for(run: Run, ranks: int, folder: str) -> Sharded:
     disk = {"disk": DiskConfig(paths=[folder])} if run.states == "disk" else {}
     return shard(
         model,
-        ZeroConfig(stage=run.stage),
+        ZeroConfig(stage=run.stage, unit_bytes=run.unit_bytes),
         precision=PrecisionConfig(**run.precision),
         offload=OffloadConfig(**STATES[run.states], **disk),  # type: ignore[arg-type]
         mesh=make_mesh("cpu", replicate=ranks if run.stage == 0 else 1),
@@ -133,6 +136,9 @@ ON_DEVICE = [
     Run(3, 1, "full", precision={"compute": "fp8_tensorwise"}),
     Run(2, precision={"gather": "int8", "reduce": "int4"}),
     Run(3, 2, precision={"gather": "int4", "reduce": "int8"}),
+    Run(3, 2, unit_bytes=200_000),
+    Run(2, 1, unit_bytes=200_000),
+    Run(3, 1, "full", unit_bytes=200_000),
 ]
 
 
@@ -157,6 +163,8 @@ OFF_DEVICE = [
     Run(3, 2, "none", "host_all"),
     Run(3, 1, "full", "host_all"),
     Run(2, 1, "none", "disk"),
+    Run(3, 1, "none", "disk", unit_bytes=200_000),
+    Run(3, 2, "full", "host_all", unit_bytes=200_000),
 ]
 
 

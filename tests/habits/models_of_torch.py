@@ -123,6 +123,31 @@ class Parametrized(Net):
         spectral_norm(self.blocks[1].down)
 
 
+class InPlace(Net):
+    """Layers whose outputs, views as the layers have biases, are written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        x = self.embed(x[:, None])
+        for layer in self.blocks.children():
+            x = layer(x)
+            x *= 1.5
+        out: Tensor = self.head(x)
+        out += 1
+        return out[:, 0]
+
+
+class InPlaceAlone(InPlace):
+    """The same in a single unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict(self.blocks.named_children())
+
+
 class Gained(Block):
     """A block with a gain without dims."""
 
@@ -252,6 +277,8 @@ MODELS: dict[str, type[Net]] = {
         PartlyFrozen,
         Unused,
         Parametrized,
+        InPlace,
+        InPlaceAlone,
         Scalars,
         InDataclass,
         Recomputed,

@@ -24,6 +24,7 @@ def sharded_net(
     reduction: str = "exact",
     reshard: bool | int = True,
     node_ranks: int | None = None,
+    unit_bytes: int | None = None,
     optimizer_shard_axes: tuple[str, ...] = ("shard",),
     seed: int = 0,
     offload: OffloadConfig | None = None,
@@ -36,6 +37,7 @@ def sharded_net(
         reshard_after_forward=reshard,
         optimizer_shard_axes=[*optimizer_shard_axes],
         node_ranks=node_ranks,
+        unit_bytes=unit_bytes,
     )
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else replicate)
     model = small_decoders.build(net, seed)

@@ -56,6 +56,7 @@ def report_of(pool: Pool, data: Path, folder: Path, line: str, *fault: Any, rank
         "zero.stage=3 offload=infinity offload.overlap=backward precision.moments=bf16",
         "zero.stage=3 offload=host offload.overlap=delayed offload.delay_warmup_steps=1",
         "zero.stage=1 train.accumulate=2 precision=fp16 scaler.init=1e9",
+        "zero.stage=3 zero.unit_bytes=4000 offload=host_all block.activation_checkpoint=full",
     ],
 )
 def test_what_is_right_agrees_to_the_bit_wherever_bits_are_promised(

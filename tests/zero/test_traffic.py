@@ -112,6 +112,8 @@ def check_stages(rank: int, ranks: int) -> None:
     check("even", stage=3, microbatches=4, reshard=False)
     check("even", stage=2, grad="fp32", reduce="fp32")
     check("even", stage=1, param="fp16", microbatches=4)
+    check("even", stage=3, microbatches=4, unit_bytes=6000)
+    check("uneven", stage=2, unit_bytes=1)
 
 
 def check_four_ranks(rank: int, ranks: int) -> None:
