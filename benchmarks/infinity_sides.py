@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
 
@@ -42,9 +43,14 @@ def net(setting: Setting) -> nn.Module:
 class Step:
     """The net with its states somewhere; update_s: from optimizer.step() until optimizer.synchronize()."""
 
-    def __init__(self, setting: Setting, tier: str) -> None:
-        self._sharded = shard(net(setting), ZeroConfig(stage=2), offload=setting.offload(tier))
+    def __init__(
+        self, setting: Setting, tier: str, made: Callable[[], nn.Module] | None = None, unit_bytes: int | None = None
+    ) -> None:
+        zero = ZeroConfig(stage=2, unit_bytes=unit_bytes)
+        self._sharded = shard(net(setting) if made is None else made(), zero, offload=setting.offload(tier))
         self.optim = AdamW(self._sharded, **ADAM, threads=setting.threads)
+        leases = self.optim.offload.executor.leases
+        self._turn_bytes = sum(lease.data.nbytes for name, lease in leases.items() if "turn" in name)
 
     def __call__(self) -> Found:
         dist.barrier()
@@ -57,7 +63,7 @@ class Step:
         self.optim.step()
         self.optim.synchronize()
         end = time.perf_counter()
-        found: Found = {"update_s": end - start, "step_s": end - began}
+        found: Found = {"update_s": end - start, "step_s": end - began, "turn_bytes": self._turn_bytes}
         for lane, use in self.optim.offload.take_use().items():
             found |= {f"{lane} busy_s": use.busy_s, f"{lane} bytes": use.moved_bytes}
         return found

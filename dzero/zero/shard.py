@@ -145,8 +145,8 @@ def shard(
     values_on = init.device or _current_device(mesh.device_type)
     from_rank_0 = materialise is None or init.from_rank_0
     sharder = Sharder(whole, layout, data, groups, units, materialise, from_rank_0, values_on, stages, experts, scalars)
-    if choice.most_elems is not None and dist.get_rank() == 0:
-        warn_of_larger([*sharder.shapes.values()], choice.most_elems)
+    if zero.unit_bytes is not None and dist.get_rank() == 0:
+        warn_of_larger([*sharder.shapes.values()], zero.unit_bytes, layout.param.dtype.itemsize)
     sharded = sharder.run()
     sharded.float8 = float8
     if cut is not None and cut.config.cp > 1:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from dzero.hardware import format_count
+from dzero.hardware import format_bytes
 from dzero.utils.torch_internals import registered
 from dzero.zero.dtensors import local_of
 from dzero.zero.unit_shapes import UnitShape
@@ -68,15 +68,16 @@ def with_parts(unit: Unit, most_elems: int, inner: Collection[nn.Parameter], mod
     return [*found, unit]
 
 
-def warn_of_larger(units: Sequence[UnitShape], most_elems: int) -> None:
-    """Warn of units that stay larger than `zero.unit_bytes`, because they are not divided."""
-    larger = [(unit.shard_elems(1), unit.name) for unit in units if unit.shard_elems(1) > most_elems]
+def warn_of_larger(units: Sequence[UnitShape], unit_bytes: int, itemsize: int) -> None:
+    """Warn of units that stay larger than `unit_bytes` in a dtype of `itemsize` bytes, because they are not divided."""
+    sizes = [(unit.shard_elems(1) * itemsize, unit.name) for unit in units]
+    larger = [each for each in sizes if each[0] > unit_bytes]
     if larger:
-        elems, name = max(larger)
+        size, name = max(larger)
         warnings.warn(
-            f"zero.unit_bytes allows {format_count(most_elems)} elements, but {len(larger)} of {len(units)} units stay "
-            f"larger, most of all {name} with {format_count(elems)}: single layers, modules of torch.nn and those with "
-            "lists of modules are not divided, nor are the root and what shares parameters. block.tiles=N cuts MLPs",
+            f"zero.unit_bytes={unit_bytes} ({format_bytes(unit_bytes)}): {len(larger)} of {len(units)} units stay "
+            f"larger, most of all {name} with {format_bytes(size)}. A single layer, a module of torch.nn, one with a "
+            "list of modules, and the root are not divided; block.tiles=N cuts MLPs further",
             stacklevel=3,
         )
 
