@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -44,10 +45,16 @@ class Step:
     """The net with its states somewhere; update_s: from optimizer.step() until optimizer.synchronize()."""
 
     def __init__(
-        self, setting: Setting, tier: str, made: Callable[[], nn.Module] | None = None, unit_bytes: int | None = None
+        self,
+        setting: Setting,
+        tier: str,
+        made: Callable[[], nn.Module] | None = None,
+        unit_bytes: int | None = None,
+        prefetch_units: int = 2,
     ) -> None:
-        zero = ZeroConfig(stage=2, unit_bytes=unit_bytes)
-        self._sharded = shard(net(setting) if made is None else made(), zero, offload=setting.offload(tier))
+        zero, offload = ZeroConfig(stage=2, unit_bytes=unit_bytes), setting.offload(tier)
+        offload = offload and replace(offload, prefetch_units=prefetch_units)
+        self._sharded = shard(net(setting) if made is None else made(), zero, offload=offload)
         self.optim = AdamW(self._sharded, **ADAM, threads=setting.threads)
         leases = self.optim.offload.executor.leases
         self._turn_bytes = sum(lease.data.nbytes for name, lease in leases.items() if "turn" in name)

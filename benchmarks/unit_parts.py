@@ -4,12 +4,13 @@
     python benchmarks/unit_parts.py --smoke
 
 One update of a net of large blocks, each of equal layers, on one rank. States of a unit are loaded, updated and written
-as one, in host slots that three units take turns in. Parts need less memory. They also hide less: the slots hold what
-is loaded ahead during forward and backward, which for `whole` with one block is everything.
+as one, in host slots that units take turns in. Parts need less memory, and hide less: the slots hold what is loaded
+ahead during forward and backward, which for `whole` with one block is everything. `ahead` has slots for 12 parts.
 
     side        what is timed, from optimizer.step() until optimizer.synchronize()
     whole       masters and moments on disk, a unit for each block
     parts       the same with zero.unit_bytes, so that each layer is a unit
+    ahead       the same with offload.prefetch_units=AHEAD
     host        masters and moments on the host
     transfer    the store alone: the bytes of `parts`, the same pieces, in and out side by side
 
@@ -33,10 +34,10 @@ from report import append_row, table, write_table
 from stats import ratio_of_medians
 from torch import nn
 
-from dzero.offload.buffer_layout import DISK_TURNS
+from dzero import OffloadConfig
 from dzero.offload.direct_io import Direction
 
-WIDTH, BOUND = 2048, 1.15
+WIDTH, BOUND, AHEAD = 2048, 1.15, 11
 STATES = 14  # bytes per element in turn slots: master and two moments in fp32, and the new working copy in bf16
 
 
@@ -65,10 +66,10 @@ def sides(blocks: int, setting: Setting) -> dict[str, Turn]:
     """All of them."""
     made = partial(net, setting, blocks)
     whole, host = Step(setting, "disk", made), Step(setting, "host", made)
-    parts = Step(setting, "disk", made, unit_bytes=2 * setting.elems)
+    parts, ahead = (Step(setting, "disk", made, 2 * setting.elems, units) for units in (2, AHEAD))
     alone = Transfers.like(parts.optim, setting)
     ways = (Direction.READ, Direction.WRITE)
-    return {"whole": whole, "parts": parts, "host": host, "transfer": partial(alone.turn, *ways)}
+    return {"whole": whole, "parts": parts, "ahead": ahead, "host": host, "transfer": partial(alone.turn, *ways)}
 
 
 def main() -> None:
@@ -103,8 +104,8 @@ def report(series: Series, setting: Setting, blocks: int, options: argparse.Name
     """Row and table."""
     update_s = {side: found["update_s"] for side, found in series.items()}
     bound_by = max(("transfer", "host"), key=lambda side: median(update_s[side]))
-    turns = {side: series[side]["turn_bytes"][0] for side in ("whole", "parts")}
-    most = DISK_TURNS * STATES * setting.elems
+    turns = {side: series[side]["turn_bytes"][0] for side in ("whole", "parts", "ahead")}
+    most = (1 + OffloadConfig().prefetch_units) * STATES * setting.elems
     over, faster = (
         ratio_of_medians(update_s["parts"], update_s[bound_by]),
         ratio_of_medians(update_s["whole"], update_s["parts"]),

@@ -38,7 +38,7 @@ from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts
 from dzero.estimate.step_time import COMPUTE, DISK, HOST_UPDATE, UPDATE
 from dzero.estimate.transfers import moved_of
 from dzero.mesh import CONTEXT, EXPERT, REPLICATE, SHARD, TENSOR
-from dzero.offload.buffer_layout import DISK_TURNS, BufferLayout
+from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import update_order
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -128,7 +128,8 @@ class _Step:
         self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
         self._order = [unit.name for unit in update_order(units)]
         self._updated = [unit.name for unit in update_order(units, layout.offload.mode)]
-        self._early = BufferLayout(layout, units).early
+        buffers = BufferLayout(layout, units)
+        self._early, self._turns = buffers.early, buffers.turns
         self._again = {unit.name: layout.of_unit(unit).gathers_again for unit in units}
         self._shared = {unit.name for unit in units if unit.shared_by > 1}
         self._collectives: defaultdict[tuple[str, str], list[PlannedCollective]] = defaultdict(list)
@@ -251,13 +252,13 @@ class _Step:
     def _update(self, names: Sequence[str], begun_s: float, *, ahead: bool = False) -> Iterator[str]:
         """Add the updates of units; yield each name after its bars, so that those of forward can be added in between.
 
-        Units on disk use `DISK_TURNS` host slots in turn. If `ahead`, new working copies stay on the host.
+        Units on disk take turns in host slots. If `ahead`, new working copies stay on the host.
         """
         take, add, names = self._durations, self.lanes.add, [*names]
         loaded_s, spilled_s = list[float](), list[float]()
         for at, name in enumerate(names):
-            for coming in names[len(loaded_s) : at + DISK_TURNS]:
-                free_s = spilled_s[len(loaded_s) - DISK_TURNS] if len(loaded_s) >= DISK_TURNS else 0.0
+            for coming in names[len(loaded_s) : at + self._turns]:
+                free_s = spilled_s[len(loaded_s) - self._turns] if len(loaded_s) >= self._turns else 0.0
                 count = self._moves[coming].read_states + self._moves[coming].disk_grad
                 loaded_s.append(add(DISK, LOAD, coming, take.read(count), begun_s, free_s, self._evicted_s[coming]))
             moves = self._moves[name]

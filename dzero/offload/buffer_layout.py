@@ -24,7 +24,8 @@ A parameter is updated where its master is stored, or on the host if the master 
 moved there if they are stored elsewhere. A parameter on the host is updated in place, and in fp32 it is its own master,
 unless its new values must wait (`waiting`).
 
-A turn slot is as large as the largest unit that uses it, and units use turn slots round-robin. An output head uses the
+A turn slot is as large as the largest unit that uses it, and units use turn slots round-robin: of states with the
+default, one unit is loaded, one is updated, and one is written back. An output head uses the
 turn of the embedding, which is as large. With two turn slots of that size, all other units would use only a part.
 """
 
@@ -47,8 +48,6 @@ from dzero.zero.unit_shapes import ParamShape, UnitShape
 GRAIN_BYTES = 64
 BLOCK_ELEMS = 256
 TURNS = 2
-DISK_TURNS = 3
-"""Number of turn slots: one unit is loaded, one is in use, and one is written back."""
 UPDATED = ("master", "moments")
 
 
@@ -137,6 +136,11 @@ class BufferLayout:
     def travels(self, kind: str, name: str) -> bool:
         """Return whether a parameter's "grad" or "moments" must move for its update, being stored elsewhere."""
         return self.on_host(kind, name) != self.updated_on_host(name)
+
+    @property
+    def turns(self) -> int:
+        """Number of slots that units on disk take turns in: for the one in use, and those loaded ahead of their use."""
+        return 1 + self.layout.offload.prefetch_units
 
     @property
     def waiting(self) -> bool:
@@ -272,7 +276,7 @@ class BufferLayout:
     def _place(self, unit: str, index: int, param: ParamShape, shard: int) -> None:
         name, own_slot = param.name, self._slot
         elems = param.shard_elems(shard, self.layout.replica_shards)
-        param_turn = f"turn {index % (1 + self.layout.offload.prefetch_units)}"
+        param_turn = f"turn {index % self.turns}"
         if not param.trainable:
             slot = f"frozen {param_turn if self.on_disk(FROZEN, name) else unit}"
             if self.on_host(FROZEN, name):
@@ -285,7 +289,7 @@ class BufferLayout:
         here, grad = self.updated_on_host(name), self.layout.grad.dtype
         if here or self.on_host("grad", name):
             passing = self.on_disk("master", name) and not self.on_host("grad", name)
-            slot = f"passing turn {index % DISK_TURNS}" if passing else own_slot("grad", unit, index, name)
+            slot = f"passing turn {index % self.turns}" if passing else own_slot("grad", unit, index, name)
             self._add(unit, name, "grad", slot, grad, elems, packed=True)
         if self.accumulates_on_host and self.on_host("grad", name):
             self._add(unit, name, "landing", f"landing {index % TURNS}", grad, elems, packed=True)
@@ -301,7 +305,7 @@ class BufferLayout:
         """Return the host slot of a kind that is off the device, and record its disk slot if it has one."""
         if not self.on_disk(kind, name):
             return f"{kind} {unit}"
-        slot = f"{kind} turn {index % DISK_TURNS}"
+        slot = f"{kind} turn {index % self.turns}"
         self._pieces[unit, slot] = f"disk {kind} {unit}"
         return slot
 
@@ -326,7 +330,7 @@ class BufferLayout:
         """Return the slot of new working copies: a turn slot if they leave at once and are not updated in place."""
         on_disk = self.on_disk("param", name)
         goes = self.on_disk("master", name) and not self.waiting and (not self.layout.remainder or on_disk)
-        slot = f"work turn {index % DISK_TURNS}" if goes else f"work {unit}"
+        slot = f"work turn {index % self.turns}" if goes else f"work {unit}"
         if goes and self.layout.remainder:
             self._pieces[unit, slot] = f"disk param {unit}"
         return slot

@@ -17,7 +17,7 @@ from dzero import streams
 from dzero.offload.schedule import ActionKind
 
 AT_ONCE = {ActionKind.LOAD: 3, ActionKind.SPILL: 3}
-"""Number of concurrent actions of a lane: for disk lanes the number of turn slots in host memory, otherwise one."""
+"""Number of concurrent actions of a lane: disk lanes keep the disk's queue full between two units, others have one."""
 Move = tuple[torch.Tensor, torch.Tensor]
 """Pair (destination, source) of tensors with one size and dtype."""
 

@@ -17,7 +17,7 @@ from dzero.hardware import cores_of_rank, format_bytes, give_back_freed_memory, 
 from dzero.mesh import AXES, local_rank, local_ranks
 from dzero.offload.activation_pool import ActivationPool
 from dzero.offload.activations import ActivationOffload
-from dzero.offload.buffer_layout import DISK_TURNS, BufferLayout
+from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of, update_order
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import weighed
@@ -256,7 +256,7 @@ class OffloadManager:
         taken: set[str] = set()
         units = update_order(self.buffer_layout.units, self._mode)
         kept = [unit.name for unit in units if unit.name in self._kept]
-        for unit in kept[:DISK_TURNS]:
+        for unit in kept[: self.buffer_layout.turns]:
             slots = {pair.host for pair in self.buffer_layout.pairs("states", unit)}
             if slots & taken:  # it would overwrite a unit that has not been used yet
                 return

@@ -98,7 +98,8 @@ class OffloadConfig:
     activations: str = "device"
     """Tier of the inputs that checkpointed blocks keep for backward: device, host or disk."""
     prefetch_units: int = 2
-    """Number of units (parameters) and blocks (activations) that are loaded from disk ahead of their use."""
+    """Number of units (parameters, optimizer states) and blocks (activations) that are loaded from disk ahead of their
+    use; each takes host memory."""
     disk: DiskConfig = field(default_factory=DiskConfig)
     """Scratch files of tier disk."""
 
