@@ -203,7 +203,8 @@ class _Device:
         stays = set[str]()
         waiting = {"in flight": costs.in_flight_bytes} if costs.in_flight_bytes else {}
         for at, span in enumerate(costs.spans):
-            if span.unit in self._own and not self._own[span.unit].gathers_again:
+            computed_again = span.direction == BACKWARD and span.unit in self._around  # stays for its own backward
+            if span.unit in self._own and (computed_again or not self._own[span.unit].gathers_again):
                 stays.add(span.unit)
             during = self._during(span, reduced, before, stays)
             yield MemoryMoment(f"{span.direction} {span.unit}", {**self._rest, **during, **waiting})
@@ -224,11 +225,10 @@ class _Device:
         return self._order[-1]
 
     def _during(self, span: UnitSpan, reduced: Sequence[str], before: str, stays: Collection[str]) -> dict[str, int]:
-        backward = span.direction == BACKWARD
         return {
             "param": self._rest["param"] + self._ahead.get(self._coming(span), 0),
             "unsharded": self._unsharded(span.unit, stays),
-            "buffers": self._gathered(span, backward) + (self._reducing(before) if before else 0),
+            "buffers": self._gathered(span, stays) + (self._reducing(before) if before else 0),
             "grad": self._grads(reduced),
             "activations": span.peak_bytes,
         }
@@ -261,15 +261,16 @@ class _Device:
             return self._order[at - 2] if at >= 2 else self._root if self._layout.microbatches > 1 else ""
         return self._order[at + 1] if at + 1 < len(self._order) - 1 else ""
 
-    def _gathered(self, span: UnitSpan, backward: bool) -> int:
+    def _gathered(self, span: UnitSpan, stays: Collection[str]) -> int:
         """Return the bytes of all-gather buffers: forward keeps the last one, backward has the next one in flight."""
         if span.unit == LOSS:
             return 0
+        backward = span.direction == BACKWARD
         at = self._order.index(span.unit)
         if backward and not 0 < at < len(self._order) - 1:
             return 0
         unit = self._order[at - 1] if backward else span.unit
-        if backward and unit in self._kept:
+        if backward and (unit in self._kept or unit in stays):
             return 0
         ranks, packed = self._own[unit].shard, self._packed[unit]  # FSDP2 takes what is packed out of the buffer first
         blocks = self._own[unit].gather_blocks(self._units[unit])

@@ -46,10 +46,11 @@ class Run:
     states: str = "device"
     precision: dict[str, str] = field(default_factory=dict)
     unit_bytes: int | None = None
+    tokens: int = TOKENS
 
 
-def loss_of(model: torch.nn.Module) -> torch.Tensor:
-    tokens = torch.zeros(SEQUENCES, TOKENS + 1, dtype=torch.int64)
+def loss_of(model: torch.nn.Module, count: int = TOKENS) -> torch.Tensor:
+    tokens = torch.zeros(SEQUENCES, count + 1, dtype=torch.int64)
     return functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -59,14 +60,14 @@ def costs(run: Run, dtype: torch.dtype = torch.bfloat16) -> MicrobatchCosts:
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, compile=False), "cpu")
     convert_linear_layers(model, PrecisionConfig(**run.precision), emulate=True)
     zero, precision = ZeroConfig(unit_bytes=run.unit_bytes), PrecisionConfig(**run.precision)
-    return costs_of(model, loss_of, UnitChoice.of(zero, precision))
+    return costs_of(model, partial(loss_of, count=run.tokens), UnitChoice.of(zero, precision))
 
 
-def step_of(sharded: Sharded, optim: AdamW) -> None:
+def step_of(sharded: Sharded, optim: AdamW, tokens: int) -> None:
     microbatches = sharded.layout.microbatches
     for index in range(microbatches):
         with sharded.microbatch(is_last=index == microbatches - 1):
-            (loss_of(sharded.model) / microbatches).backward()  # type: ignore[no-untyped-call]
+            (loss_of(sharded.model, tokens) / microbatches).backward()  # type: ignore[no-untyped-call]
     optim.step()
 
 
@@ -91,7 +92,7 @@ def compared(rank: int, ranks: int, runs: list[Run], folder: str) -> list[dict[s
         with MemoryCount() as taking:
             sharded = sharded_for(run, ranks, folder)
             optim = AdamW(sharded, lr=1e-3, threads=1)
-            step = partial(step_of, sharded, optim)
+            step = partial(step_of, sharded, optim, run.tokens)
             took = taking.taken(step, optim)
         optim.offload.take_use()
         step()
@@ -138,7 +139,8 @@ ON_DEVICE = [
     Run(3, 2, precision={"gather": "int4", "reduce": "int8"}),
     Run(3, 2, unit_bytes=200_000),
     Run(2, 1, unit_bytes=200_000),
-    Run(3, 1, "full", unit_bytes=200_000),
+    Run(3, 1, "full", unit_bytes=100_000, tokens=4),  # so few that the peak is in the backward of a block
+    Run(3, 1, "selective", unit_bytes=100_000, tokens=4),
 ]
 
 
