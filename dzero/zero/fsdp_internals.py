@@ -58,7 +58,6 @@ STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."
 CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext."
 GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup."
 PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam."
-OUTPUTS = "torch.distributed.fsdp._common_utils:collect_grad_tensors"
 
 UNITS = Seam(
     (
@@ -114,19 +113,14 @@ RECOVERY = Seam(
         f"{MODULE}reset_iter_state or {STATE}_training_state",
         f"{MODULE}reset_iter_state or {GROUP}_partial_reduce_output",
         f"{MODULE}reset_iter_state or {CONTEXT}is_last_backward",
-        f"{OUTPUTS} or {STATE}_register_pre_backward_hook",
+        f"{STATE}_register_pre_backward_hook",
     ),
-    "repeating a step whose backward raised, and units of which only some modules ran",
+    "repeating a step whose backward raised, units of which only some modules ran, and outputs written in place",
 )
 CHANGES = Seam(
     (f"{STATE}_pre_backward",),
     "refusing a backward whose parameters have changed since its forward",
     "such a backward runs, with wrong gradients. Call backward() before step()",
-)
-VIEWS = Seam(
-    (f"{STATE}_register_pre_backward_hook",),
-    "outputs of units that are views and are written in place",
-    "their unit's backward goes unnoticed, and raises or reduces nothing. Write out of place (y = y / 2)",
 )
 FIRST_CALLS = Seam(
     (f"{STATE}_lazy_init",),
@@ -143,7 +137,7 @@ IN_PLACE = Seam(
     "using parameters in place where the shard axis has one rank",
     "FSDP2 copies them for each use, which takes time and the memory of one more copy of what is gathered",
 )
-SEAMS = (UNITS, REGISTRATION, GRADIENTS, SCALARS, RECOVERY, CHANGES, VIEWS, FIRST_CALLS, IN_PLACE)
+SEAMS = (UNITS, REGISTRATION, GRADIENTS, SCALARS, RECOVERY, CHANGES, FIRST_CALLS, IN_PLACE)
 """What sharding needs of FSDP2."""
 
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -436,8 +430,7 @@ def recover(root: FSDPModule) -> None:
 
 def follow_outputs(module: nn.Module, *, is_root: bool) -> None:
     """Register the hooks that this version of torch needs; call this once, after `fully_shard`."""
-    if VIEWS.is_there:
-        module.register_forward_hook(_show_bases, with_kwargs=True)
+    module.register_forward_hook(_show_bases, with_kwargs=True)
     if not hasattr(import_module("torch.distributed.fsdp._common_utils"), "collect_grad_tensors"):
         module.register_forward_hook(_show_dataclasses)
     if is_root and not hasattr(module, "reset_iter_state"):
