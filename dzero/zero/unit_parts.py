@@ -12,13 +12,14 @@ replaced by its submodules. Three kinds of modules are never divided, so that a 
                                    where a part would be a shard
     modules with a ModuleList      which of its elements run may depend on the data (experts), hence differ between
                                    ranks, which must gather the same units in one order
-    modules that share parameters  with others: these have no unit of their own
+    modules that are not alone     in having their parameters: these have no unit of their own
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
@@ -28,9 +29,8 @@ from dzero.zero.dtensors import local_of
 from dzero.zero.unit_shapes import UnitShape
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
-
-
 Unit = tuple[str, list[nn.Module]]
+Modules = frozenset[nn.Module]
 
 
 def with_parts(unit: Unit, most_elems: int, inner: Collection[nn.Parameter], model: nn.Module) -> list[Unit]:
@@ -49,16 +49,16 @@ def with_parts(unit: Unit, most_elems: int, inner: Collection[nn.Parameter], mod
     elems = {each: _elems(each, inner) for each in module.modules()}
     if elems[module] <= most_elems or _is_of_torch(module):
         return [unit]
-    users = _users(model)
+    ways = defaultdict[nn.Parameter, list[Modules]](list)
+    for param, way in _ways(model):
+        ways[param].append(way)
     rest, parts = elems[module], dict[str, nn.Module]()
     waiting = {path: each for path, each in module.named_children() if not isinstance(each, LISTS)}
     while rest > most_elems and waiting:
         path = max(waiting, key=lambda path: elems[waiting[path]])
         part = waiting.pop(path)
         inside = {f"{path}.{below}": each for below, each in _divided(part).items()}
-        alone = inner.isdisjoint(part.parameters()) and all(
-            users[param] <= {*part.modules()} for param in part.parameters()
-        )
+        alone = all(param not in inner and all(part in way for way in ways[param]) for param in part.parameters())
         if inside and not (alone and elems[part] <= most_elems):
             waiting |= inside
         elif alone and 0 < elems[part] < rest:  # without the last, the unit would have no parameters
@@ -99,11 +99,11 @@ def _elems(module: nn.Module, inner: Collection[nn.Parameter]) -> int:
     return sum(local_of(param).numel() for param in found)
 
 
-def _users(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
-    """Return the modules that have each parameter."""
-    users: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for param in registered(module).values():
-            if param is not None:
-                users.setdefault(param, set()).add(module)
-    return users
+def _ways(module: nn.Module, above: Modules = frozenset()) -> Iterator[tuple[nn.Parameter, Modules]]:
+    """Yield each parameter with the modules that it is in, once for each way to it: modules may be shared too."""
+    here = above | {module}
+    for param in registered(module).values():
+        if param is not None:
+            yield param, here
+    for child in module.children():
+        yield from _ways(child, here)

@@ -43,6 +43,8 @@ class Mixed(nn.Module):
         self.path = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         self.tied, self.own = nn.Linear(8, 8), nn.Linear(8, 8)
         self.path[1].weight = self.tied.weight
+        self.uses, self.too = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.too[0] = self.uses[0]
 
 
 class Choosing(nn.Module):
@@ -71,7 +73,7 @@ def test_the_largest_modules_become_parts_until_the_rest_is_small_enough(most: i
 def test_parts_of_parts_are_found_and_what_may_not_be_called_is_not_divided() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([Mixed()])})
     found = parts(model, 1)
-    assert found == ["attention", "choosing", "path.0", "own", "layers.0"]
+    assert found == ["attention", "choosing", "path.0", "own", "uses.0", "layers.0"]
     assert [name for name, _ in find_units(nn.Sequential(nn.MultiheadAttention(8, 2)), UnitChoice(most_elems=1))] == [
         "0"
     ]
@@ -131,6 +133,12 @@ def check_same(before: Any, after: Any) -> None:
     assert losses == again
     assert values.keys() == others.keys()
     assert all(torch.equal(value, others[name]) for name, value in values.items())
+
+
+def test_a_block_that_is_used_at_two_places_has_parts() -> None:
+    model = small_decoders.build("even")
+    model.layers[2] = model.layers[0]
+    assert parts(model, 5000) == ["qkv", "up", "layers.0"]
 
 
 @pytest.mark.parametrize("prefetch_units", [1, 2, 5])
