@@ -95,6 +95,7 @@ GRADIENTS = Seam(
         f"{GROUP}_orig_dtype",
         f"{GROUP}_training_state",
         f"{PARAM}unsharded_accumulated_grad",
+        f"{PARAM}accumulate_unsharded_grad_if_needed",
         f"{PARAM}to_accumulated_grad_if_needed",
         f"{PARAM}to_sharded_dtensor",
         f"{PARAM}reduce_dtype",
@@ -331,6 +332,7 @@ def fill_missing(params: list[FSDPParam]) -> list[int]:
     missing = [index for index, held in enumerate(params) if held not in found]
     waiting = any(held.unsharded_accumulated_grad is not None for held in params)
     for held in params if waiting else ():  # FSDP2 accumulates over microbatches in the reduction's dtype
+        held.accumulate_unsharded_grad_if_needed()  # the next line would overwrite earlier microbatches
         held.to_accumulated_grad_if_needed()
     for index in missing:
         held = params[index]

@@ -65,7 +65,7 @@ from dzero.zero.tiers import names_off_device
 from dzero.zero.unit import Unit, as_fsdp, as_module
 from dzero.zero.unit_inputs import cast_all_inputs, cast_first_input
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import ParamSlot, Units, roots_of, shapes_of, slots_by_unit
+from dzero.zero.units import ParamSlot, Units, nested, roots_of, shapes_of, slots_by_unit
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Sharder:
         self.ledger.collective_log.device = on if exist(on) else None
         self.loans = Loans(on)
         self.values = ParamInit(layout, device, materialise, from_rank_0, ends)
-        self.units = units
+        self.units, self.inside = units, nested([name for name, _ in units])
         self.slots = slots_by_unit(model, units, stages.aliases if stages else None)
         codec = layout.frozen.codec
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots, codec)}
@@ -198,9 +198,10 @@ class Sharder:
         for module in modules:
             if is_root:
                 cast_all_inputs(module, self.layout.param.dtype)
-            else:
+                continue
+            refuse_lost_writes(name, module)
+            if name not in self.inside:  # the block around it has what it computed, whose dtype may be on purpose
                 cast_first_input(module, self.layout.param.dtype)
-                refuse_lost_writes(name, module)
         for module in modules:
             follow_outputs(module, is_root=is_root)
         unit = Unit(

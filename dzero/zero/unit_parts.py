@@ -6,13 +6,14 @@ thus decides how large these buffers are, and the slots on the host for states o
 Values do not change by a bit, since no operation combines elements of two parameters.
 
 The largest modules become parts, until the rest of the unit is small enough. A module that is itself too large is
-replaced by its submodules. Three kinds of modules are never divided, so that a unit may stay larger:
+replaced by its submodules. Some modules are not divided, and some are not parts, so that a unit may stay larger:
 
-    modules of torch.nn            some read the weights of their submodules without calling them (MultiheadAttention),
-                                   where a part would be a shard
-    modules with a ModuleList      which of its elements run may depend on the data (experts), hence differ between
-                                   ranks, which must gather the same units in one order
-    modules that are not alone     in having their parameters: these have no unit of their own
+    modules of torch.nn with submodules   neither: some read weights of these without calling them, or compare their
+                                          arguments, of which FSDP2 gives a part copies (MultiheadAttention)
+    modules with a ModuleList             not divided: which of its elements run may depend on the data (experts), hence
+                                          differ between ranks, which must gather the same units in one order
+    modules that are not alone            no parts: others have their parameters too
+    modules without a forward             no parts: nothing calls a ParameterList
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ def with_parts(unit: Unit, most_elems: int, inner: Collection[nn.Parameter], mod
         part = waiting.pop(path)
         inside = {f"{path}.{below}": each for below, each in _divided(part).items()}
         alone = all(param not in inner and all(part in way for way in ways[param]) for param in part.parameters())
-        if inside and not (alone and elems[part] <= most_elems):
+        called = type(part).forward is not nn.Module.forward and not (_is_of_torch(part) and any(part.children()))
+        if inside and not (alone and called and elems[part] <= most_elems):
             waiting |= inside
-        elif alone and 0 < elems[part] < rest:  # without the last, the unit would have no parameters
+        elif alone and called and 0 < elems[part] < rest:  # without the last, the unit would have no parameters
             parts[path] = part
             rest -= elems[part]
     found = [(f"{name}.{path}", [each]) for path, each in module.named_modules() if path in parts]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from loops_of_torch import HABITS, HOST, LIMIT, RATE, edited, in_dzero, in_torch
+import torch
+from loops_of_torch import HABITS, HOST, LIMIT, RATE, edited, in_dzero, in_torch, whole
 from pool import Pool
+from torch import Tensor, nn
 from training_loops import unequal
+
+from dzero import ZeroConfig, shard
 
 TOLERANCE = 1e-6
 
@@ -92,3 +96,31 @@ def test_edits_of_delayed_parameters_stay(pool: Pool) -> None:
     """The update that is on its way arrives before they are made."""
     for params in pool.run(edited, 2, 3, "adamw", {"master": "fp32"}, {**HOST, "overlap": "delayed"})[0].values():
         assert max(value.abs().max().item() for value in params.values()) <= LIMIT + 3 * RATE
+
+
+class Partly(nn.Module):
+    """A block with a layer that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def gradients_of_three(rank: int, ranks: int, stage: int) -> list[float]:
+    """Of the last bias in bf16, after three microbatches that each add 1."""
+    sharded = shard(nn.Sequential(Partly(), Partly()), ZeroConfig(stage=stage), precision="bf16", microbatches=3)
+    for index in range(3):
+        with sharded.microbatch(is_last=index == 2):
+            sharded.model(torch.ones(1, 4)).float().sum().backward()
+    grad = sharded.model.get_parameter("1.used.bias").grad
+    assert grad is not None
+    return [float(each) for each in whole(grad)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_microbatch_counts_where_a_parameter_of_the_unit_is_never_used(pool: Pool, stage: int) -> None:
+    assert pool.run(gradients_of_three, 2, stage) == [[3.0] * 4] * 2

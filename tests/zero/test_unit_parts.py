@@ -39,6 +39,7 @@ class Mixed(nn.Module):
         self.inside = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
         self.attention = nn.MultiheadAttention(8, 2)
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.list = nn.ParameterList([torch.ones(99)])
         self.choosing = Choosing()
         self.path = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         self.tied, self.own = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -53,6 +54,10 @@ class Choosing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best: torch.Tensor = self.experts[int(self.router(x).mean(0).argmax())](x)
+        return best
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_the_largest_modules_become_parts_until_the_rest_is_small_enough(most: i
 def test_parts_of_parts_are_found_and_what_may_not_be_called_is_not_divided() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([Mixed()])})
     found = parts(model, 1)
-    assert found == ["attention", "choosing", "path.0", "own", "uses.0", "layers.0"]
+    assert found == ["choosing", "path.0", "own", "uses.0", "layers.0"]
     assert [name for name, _ in find_units(nn.Sequential(nn.MultiheadAttention(8, 2)), UnitChoice(most_elems=1))] == [
         "0"
     ]
@@ -200,3 +205,51 @@ def test_a_weight_that_is_read_without_calling_its_module_is_told_with_its_line(
         place, _, rest = message.partition(" uses a parameter outside")
         assert place.startswith(__file__)
         assert "zero.unit_bytes" in rest
+
+
+class Casts(nn.Module):
+    """Computes in fp32 on purpose, with a layer that gets a table first, and one that turns to fp32 by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.router, self.norm = Scaled(), Router(), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.linspace(0.1, 1.1, 8, dtype=torch.float32)
+        return x + self.scales(table, self.norm(x)) + self.router(x.float()).to(x.dtype)
+
+
+class Scaled(nn.Linear):
+    """A layer whose first argument is a table of scales in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (super().forward(x).float() * scales).to(x.dtype)
+
+
+class Router(nn.Linear):
+    """A layer that multiplies in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.float()
+
+
+def outputs(rank: int, ranks: int) -> list[torch.Tensor]:
+    """Of a model in bf16, in whole units and in parts."""
+    found = []
+    for unit_bytes in (None, 1):
+        torch.manual_seed(0)
+        sharded = shard(nn.Sequential(Casts(), Casts()), ZeroConfig(stage=3, unit_bytes=unit_bytes), precision="bf16")
+        found.append(sharded.model(torch.linspace(-1, 1, 24).view(3, 8)).detach())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:zero.unit_bytes")
+def test_what_a_block_gives_its_parts_keeps_its_dtype(pool: Pool) -> None:
+    for whole, parted in pool.run(outputs, 2):
+        assert torch.equal(whole, parted)
