@@ -440,7 +440,10 @@ def follow_outputs(module: nn.Module, *, is_root: bool) -> None:
 
 
 def _show_bases(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Let FSDP2 detect a backward by what outputs are views of; a view that is written in place leaves the graph."""
+    """Let FSDP2 detect a backward by what outputs are views of; a view that is written in place leaves the graph.
+
+    Inputs do not count: autograd reaches them after the unit.
+    """
     state = state_of(module)
     views = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and is_view(leaf)]
     if not views or _is_repeated(state):

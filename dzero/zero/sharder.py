@@ -63,7 +63,7 @@ from dzero.zero.sharded import Sharded
 from dzero.zero.split_rules import check_experts, check_frozen, check_splits, check_tables
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit import Unit, as_fsdp, as_module
-from dzero.zero.unit_inputs import cast_all_inputs, cast_first_input
+from dzero.zero.unit_inputs import cast_all_inputs, cast_first_input, own_outputs
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ParamSlot, Units, nested, roots_of, shapes_of, slots_by_unit
 
@@ -182,6 +182,8 @@ class Sharder:
         stored = quantized | self.off_device["param"] | self.off_device[FROZEN]
         put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in stored})
         is_root = any(modules[0] is root for root in self.roots)
+        for module in modules:
+            own_outputs(module)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=axes.mesh[SHARD],

@@ -1,9 +1,12 @@
-"""Casts of a unit's inputs.
+"""Casts of a unit's inputs, and ownership of its outputs.
 
 Models that add or normalize in fp32 pass fp32 to the next block. FSDP2 would cast all floating-point arguments of every
 unit, including tables that are fp32 on purpose (sines of positions). Here, only the first one is cast, which the block
 transforms. Of the whole model all arguments are cast but those without dimensions: such a number widens no tensor that
 it meets, and may be one that 16 bits cannot hold, such as the count of tokens that Trainer divides its loss by.
+
+A unit may return a parameter of its own, or a view of one, such as the first rows of a table of positions. FSDP2 frees
+that memory after the unit's forward, and a read of it would end the process. The unit returns a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.utils.torch_internals import tree_leaves, tree_map_only
+from dzero.utils.torch_internals import base_of, storage_key, tree_leaves, tree_map_only
+from dzero.zero.dtensors import local_of
 
 
 def cast_all_inputs(module: nn.Module, dtype: torch.dtype) -> None:
@@ -27,6 +31,29 @@ def cast_all_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 def cast_first_input(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the first floating-point argument of `module` to `dtype`; call this once."""
     module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
+
+
+def own_outputs(module: nn.Module) -> None:
+    """Make a unit return copies of its own parameters; call this once, before `fully_shard`."""
+    module.register_forward_hook(_copy_params)
+
+
+def _copy_params(module: nn.Module, _: object, output: Any) -> Any:
+    """Replace tensors of `output` in the memory of parameters; only those that no operation made can be there."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and base_of(leaf).is_leaf]
+    params = {storage_of_local(param) for param in module.parameters()} if leaves else set()
+    if not any(storage_of_local(leaf) in params for leaf in leaves):
+        return None
+
+    def own(leaf: Any) -> Any:
+        return leaf.clone() if base_of(leaf).is_leaf and storage_of_local(leaf) in params else leaf
+
+    return tree_map_only(torch.Tensor, own, output)
+
+
+def storage_of_local(tensor: torch.Tensor) -> int:
+    """Return the key of the storage that holds a tensor, or this rank's part of it."""
+    return storage_key(local_of(tensor).untyped_storage())
 
 
 def _cast_all(

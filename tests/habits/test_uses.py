@@ -815,3 +815,55 @@ def test_states_loaded_without_the_model_give_the_same_bits_on_every_tier(pool: 
     """As in torch the parameters stay; masters that are not theirs follow them."""
     for device, host in zip(pool.run(loaded_alone, 2, False), pool.run(loaded_alone, 2, True), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(device, host, strict=True))
+
+
+class Table(nn.Module):
+    """Positions, of which a forward returns the first: its parameter, or a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(32.0).view(4, 8) / 32)
+
+    def forward(self, count: int) -> Tensor:
+        return self.weight if count == len(self.weight) else self.weight[:count]
+
+
+class Positioned(nn.Module):
+    """A model with a unit that returns its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([Table()])
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(x + self.tables[0](len(x))))
+        return out
+
+
+def table_returned(rank: int, ranks: int, stage: int | None) -> list[float]:
+    """Losses of a few lengths, trained and evaluated; plain torch without a stage."""
+    torch.manual_seed(0)
+    model: nn.Module = Positioned()
+    if stage is None:
+        optim: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    else:
+        sharded = shard(model, ZeroConfig(stage=stage), precision="fp32")
+        model, optim = sharded.model, AdamW(sharded, lr=0.1)
+    losses = []
+    for count in (3, 4, 2, 4):
+        loss = model(torch.ones(count, 8)).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            losses += [float(loss), float(model(torch.ones(count, 8)).mean())]
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_unit_may_return_its_parameter_or_a_view_of_it(pool: Pool, stage: int) -> None:
+    """FSDP2 frees the parameter after the unit, and what reads it then ends the process."""
+    expected = table_returned(0, 1, None)
+    for losses in pool.run(table_returned, 2, stage):
+        assert losses == pytest.approx(expected, rel=1e-6)
