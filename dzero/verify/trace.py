@@ -136,9 +136,9 @@ class Followed(Trainer):
         inside = nested([unit.shape.name for unit in units])
         at = {param: index for index, param in enumerate(self._slots)}
         order = {name: at[param] for unit in units for name, param in unit.params.items()}
-        found: dict[str, list[str]] = {inside.get(unit.shape.name, unit.shape.name): [] for unit in units}
+        found: dict[str, list[str]] = {}
         for unit in units:
-            found[inside.get(unit.shape.name, unit.shape.name)] += unit.params
+            found.setdefault(inside.get(unit.shape.name, unit.shape.name), []).extend(unit.params)
         return {block: sorted(names, key=order.__getitem__) for block, names in found.items()}
 
     def follow(self, steps: int) -> Trace:

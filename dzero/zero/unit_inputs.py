@@ -41,17 +41,17 @@ def own_outputs(module: nn.Module) -> None:
 def _copy_params(module: nn.Module, _: object, output: Any) -> Any:
     """Replace tensors of `output` in the memory of parameters; only those that no operation made can be there."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and base_of(leaf).is_leaf]
-    params = {storage_of_local(param) for param in module.parameters()} if leaves else set()
-    if not any(storage_of_local(leaf) in params for leaf in leaves):
+    params = {_storage_of(param) for param in module.parameters()} if leaves else set()
+    if not any(_storage_of(leaf) in params for leaf in leaves):
         return None
 
     def own(leaf: Any) -> Any:
-        return leaf.clone() if base_of(leaf).is_leaf and storage_of_local(leaf) in params else leaf
+        return leaf.clone() if base_of(leaf).is_leaf and _storage_of(leaf) in params else leaf
 
     return tree_map_only(torch.Tensor, own, output)
 
 
-def storage_of_local(tensor: torch.Tensor) -> int:
+def _storage_of(tensor: torch.Tensor) -> int:
     """Return the key of the storage that holds a tensor, or this rank's part of it."""
     return storage_key(local_of(tensor).untyped_storage())
 

@@ -3,7 +3,8 @@
 A unit is gathered into one buffer, reduced from one buffer, and moved to and from the host as one. The largest unit
 thus decides how large these buffers are, and the slots on the host for states on disk. Parts bound them by a constant
 (the constant-size buffers of ZeRO, section 6.2), and let the update of one part overlap with the transfers of the next.
-Values do not change by a bit, since no operation combines elements of two parameters.
+Values do not change by a bit, since no operation combines elements of two parameters; but a module that a block calls
+twice may have its gradients added use by use, hence in another order.
 
 The largest modules become parts, until the rest of the unit is small enough. A module that is itself too large is
 replaced by its submodules. Some modules are not divided, and some are not parts, so that a unit may stay larger:
@@ -79,7 +80,7 @@ def warn_of_larger(units: Sequence[UnitShape], unit_bytes: int, itemsize: int) -
         warnings.warn(
             f"zero.unit_bytes={unit_bytes} ({format_bytes(unit_bytes)}): {len(larger)} of {len(units)} units stay "
             f"larger, most of all {name} with {format_bytes(size)}. A single layer, a module of torch.nn, one with a "
-            "list of modules, and the root are not divided; block.tiles=N cuts MLPs further",
+            "list of modules, and the root are not divided; block.tiles=N cuts MLPs into slices",
             stacklevel=3,
         )
 

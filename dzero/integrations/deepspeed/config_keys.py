@@ -89,7 +89,7 @@ STEPS, COUNTED = numbers(whole(1, MOST_COUNT)), numbers(whole(0, MOST_COUNT))
 LOGGED = needless(ANY, "changes what DeepSpeed prints, not what it trains")
 TRACE = needless(ANY, "a log of DeepSpeed; take report_to= of TrainingArguments, or TensorBoard of dzero train")
 UNITS = needless(
-    ANY, "dzero gathers and reduces a unit (a block) at a time, so no bucket is tuned; zero.unit_bytes bounds it"
+    ANY, "dzero gathers and reduces a unit (a block) at a time, so no bucket is tuned; zero.unit_bytes bounds a unit"
 )
 DISK = needless(ANY, "dzero's transfers have settings of their own (offload.disk); dzero disk-bench finds them")
 CPU = needless(ANY, "host memory is page-locked beside a GPU, and pooled by dzero's own schedule")
