@@ -71,7 +71,7 @@ MISTAKES = {
     "train.steps=0": "train.steps=0: must be a whole number ≥ 1",
     # names that do not exist
     "zero.stag=3": "zero.stag: unknown key; zero has ['node_ranks', 'optimizer_shard_axes', 'reduction', "
-    "'reshard_after_forward', 'stage', 'units', 'unused']; did you",
+    "'reshard_after_forward', 'stage', 'unit_bytes', 'units', 'unused']; did you",
     "+zero.new=1": "zero.new: unknown key",
     "modell=tiny": "modell: unknown key; the configuration has",
     "zero={stag: 3}": "zero.stag: unknown key",
