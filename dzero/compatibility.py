@@ -539,14 +539,32 @@ BLOCKS = (
         "block.tiles=1",
         "block.tiles=2 mesh.pp=2",
     ),
+    Rule(
+        "block.embedding_tiles>1 model.tied=true",
+        "the head reads the whole of the matrix that both share",
+        "block.embedding_tiles=1, or model.tied=false",
+        "block.embedding_tiles=2 model.tied=true",
+    ),
+    Rule(
+        "block.embedding_tiles>1 mesh.tp>1",
+        "the embedding is cut along the vocabulary already",
+        "block.embedding_tiles=1",
+        "block.embedding_tiles=2 model.tied=false mesh.tp=2",
+    ),
+    Rule(
+        "block.embedding_tiles>1 mesh.pp>1",
+        "tiles and pipeline stages are not cut out of one model yet",
+        "block.embedding_tiles=1",
+        "block.embedding_tiles=2 model.tied=false mesh.pp=2",
+    ),
     *(
         Rule(
             f"block.{key}>1 {OVER_REPLICAS}",
             "the states of a tile are not cut over replicas",
             f"block.{key}=1, or {OVER_SHARDS}",
-            f"block.{key}=2 {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
+            f"block.{key}=2 model.tied=false {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
         )
-        for key in ("tiles", "loss_tiles")
+        for key in ("tiles", "loss_tiles", "embedding_tiles")
     ),
     *(
         Rule(
@@ -598,11 +616,14 @@ ADAPTERS = (
         "model.weights=true, or a folder",
         "adapter=lora model=hf model.name_or_path=gpt2",
     ),
-    Rule(
-        f"{LORA} block.tiles>1",
-        "tiles are cut out of matrices without adapters",
-        f"block.tiles=1, or {NO_ADAPTERS}",
-        f"{OF_A_FOLDER} block.tiles=2",
+    *(
+        Rule(
+            f"{LORA} block.{key}>1",
+            "tiles are cut out of matrices without adapters",
+            f"block.{key}=1, or {NO_ADAPTERS}",
+            f"{OF_A_FOLDER} block.{key}=2",
+        )
+        for key in ("tiles", "embedding_tiles")
     ),
     Rule(
         "adapter.use_dora=true mesh.tp>1",

@@ -50,6 +50,8 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str, tokens
     """
     if config.tiles > 1:
         _tile_mlps(model, config)
+    if config.embedding_tiles > 1:
+        tile_all([_embedding_of(model, config)], config.embedding_tiles)
     apply_loss_tiles(model, config, tokens)
     blocks = [block for _, block in find_blocks(model)]
     compiles = config.compiles(device_type)
@@ -101,6 +103,17 @@ def _tile_mlps(model: nn.Module, config: BlockConfig) -> None:
             "your choice with dzero.parallel.tiling.tile.tile before shard()"
         )
     tile_all([*mlps], config.tiles, recompute=config.activation_checkpoint == "full")
+
+
+def _embedding_of(model: nn.Module, config: BlockConfig) -> nn.Module:
+    found = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(found, nn.Embedding):
+        raise ValueError(
+            f"block.embedding_tiles={config.embedding_tiles}: {type(model).__name__} has no nn.Embedding as what "
+            "get_input_embeddings() returns; take block.embedding_tiles=1, or tile a module of your choice with "
+            "dzero.tile before shard()"
+        )
+    return found
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -26,6 +26,8 @@ class BlockConfig:
     loss_tiles: int | None = None
     """Tiles of the logits and their loss, along the vocabulary; with mesh.tp or mesh.pp, along tokens. 1: no tiling.
     null: as many along tokens as keep the logits of a tile within 128 MiB in fp32."""
+    embedding_tiles: int = 1
+    """Tiles of the input embedding, along the vocabulary, gathered and freed one after the other. 1: no tiling."""
 
     def __post_init__(self) -> None:
         if self.activation_checkpoint not in ACTIVATIONS:
@@ -34,7 +36,8 @@ class BlockConfig:
             )
         if self.compile is not None and not isinstance(self.compile, bool):
             raise ValueError(f"block.compile={self.compile!r}: choose true, false or null")
-        check("block", self, tiles=whole(1, MOST_TILES), loss_tiles=whole(1, MOST_TILES))
+        tiles = whole(1, MOST_TILES)
+        check("block", self, tiles=tiles, loss_tiles=tiles, embedding_tiles=tiles)
         check_compatible(Settings.of(block=self))
 
     def compiles(self, device_type: str) -> bool:

@@ -114,7 +114,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         precision=_unquantized(config.precision),
         mesh=whole,
         offload=OffloadConfig(),
-        block=replace(config.block, tiles=1, loss_tiles=config.block.loss_tiles and 1),
+        block=replace(config.block, tiles=1, embedding_tiles=1, loss_tiles=config.block.loss_tiles and 1),
     )
     rounding = _rounding(run, layout)
     rungs = [Rung(BASELINE, base, None, "the same run again")]

@@ -65,7 +65,7 @@ class Trace:
 
     Attributes:
         mesh: Mesh of the run, without replicas.
-        tiles: Number of tiles of blocks and of the loss.
+        tiles: Number of tiles of blocks, of the loss and of the embedding.
         rows: Rows that this rank is responsible for.
         marks: Hashes of 64 bits.
         losses: This rank's loss, by step.
@@ -79,7 +79,7 @@ class Trace:
     """
 
     mesh: MeshConfig
-    tiles: tuple[int, int]
+    tiles: tuple[int, int, int]
     rows: AnsweredParams
     marks: dict[Mark, int] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -114,7 +114,8 @@ class Followed(Trainer):
     ) -> None:
         super().__init__(config, folder, device)
         self._rows, self._keep, self._at = AnsweredRows(self.sharded, layout), keep, 0
-        mesh, tiles = replace(config.mesh, dp=None, replicate=1), (config.block.tiles, config.block.loss_tiles or 1)
+        mesh, block = replace(config.mesh, dp=None, replicate=1), config.block
+        tiles = block.tiles, block.loss_tiles or 1, block.embedding_tiles
         self.trace = Trace(mesh, tiles, self._rows.placed)
         self._slots = {
             param: (module, attribute)

@@ -27,7 +27,7 @@ RUNS = {
     "matrices on disk": "optim.rule=muon zero.stage=3 offload=infinity offload.disk.paths=[{folder}]",
     "a rule with owners": "optim.rule=Adafactor optim.lr=1e-2 zero.stage=3",
     "a rule with owners, on the host": "optim.rule=Adafactor optim.lr=1e-2 zero.stage=2 offload=host",
-    "tiles": "block.tiles=3 zero.stage=3 block.loss_tiles=2",
+    "tiles": "block.tiles=3 zero.stage=3 block.loss_tiles=2 block.embedding_tiles=2 model.tied=false",
 }
 
 

@@ -21,6 +21,9 @@ from dzero.parallel.tiling.tile import tile
 from dzero.zero.cost_model import expected_traffic
 
 STEPS = 3
+WEIGHTS = 3 * 64 * 4096
+LARGE = {"layers.0.ffn": (8, 4096), "embedding": (3 * 4096, 8)}
+"""Vocabulary and hidden features of models that are little but one module of as many weights."""
 HOST = {"param": "host", "grad": "host", "master": "host", "moments": "host"}
 
 
@@ -56,9 +59,9 @@ def trained(
 CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {"stage": 3}, {"tiles": 2, "loss_tiles": 3}),
     (2, {"stage": 0}, {"tiles": 2, "loss_tiles": 2}),
-    (2, {"stage": 1, "microbatches": 2}, {"tiles": 2, "loss_tiles": 7}),
+    (2, {"stage": 1, "microbatches": 2}, {"tiles": 2, "loss_tiles": 7, "embedding_tiles": 3}),
     (2, {"stage": 2, "microbatches": 2}, {"tiles": 3, "loss_tiles": 2, "activation_checkpoint": "full"}),
-    (2, {"stage": 3, "microbatches": 2}, {"tiles": 7, "loss_tiles": 3}),
+    (2, {"stage": 3, "microbatches": 2}, {"tiles": 7, "loss_tiles": 3, "embedding_tiles": 5}),
     (2, {"stage": 3, "tied": True}, {"tiles": 2, "loss_tiles": 2, "activation_checkpoint": "full"}),
     (4, {"stage": 3, "microbatches": 2}, {"tiles": 3, "loss_tiles": 7, "activation_checkpoint": "full"}),
 ]
@@ -71,7 +74,7 @@ def test_training_in_tiles_is_training(pool: Pool, ranks: int, cell: dict[str, A
     plain = pool.run(trained, ranks, BlockConfig(), cell)
     tiled = pool.run(trained, ranks, BlockConfig(**block), cell)
     head = 0 if cell.get("tied") else block["loss_tiles"]
-    assert tiled[0][2] == plain[0][2] + 2 * block["tiles"] + head
+    assert tiled[0][2] == plain[0][2] + 2 * block["tiles"] + head + block.get("embedding_tiles", 0)
     for ours, theirs in zip(tiled, plain, strict=True):
         torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=0)
         assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-6)
@@ -88,7 +91,7 @@ def test_training_in_16_bits_stays_near(pool: Pool) -> None:
 
 def offloaded(rank: int, ranks: int) -> None:
     """Tiers change no bit of a model in tiles either."""
-    block = BlockConfig(tiles=3, loss_tiles=2, activation_checkpoint="full")
+    block = BlockConfig(tiles=3, loss_tiles=2, embedding_tiles=2, activation_checkpoint="full")
     seen = []
     for offload in (OffloadConfig(), OffloadConfig(**HOST, activations="host")):
         sharded = sharded_llama(block, offload=offload)
@@ -101,11 +104,12 @@ def test_tiles_on_the_host_train_to_the_same_bits(pool: Pool) -> None:
     pool.run(offloaded, 2)
 
 
-def peaks(rank: int, ranks: int, n: int, frozen: bool) -> tuple[int, int]:
-    """Allocated in forward, and in forward and backward, by a model that is little but an MLP of 3 x 64 x 4096."""
-    model = Llama(LlamaShape(vocab_size=8, hidden_size=64, layers=1, heads=2, kv_heads=2, ffn_size=4096))
-    mlp = model.get_submodule("layers.0.ffn").requires_grad_(not frozen)
-    tile(mlp, n)
+def peaks(rank: int, ranks: int, what: str, n: int, frozen: bool) -> tuple[int, int]:
+    """Allocated in forward, and in forward and backward, by a model that is little but an MLP or an embedding."""
+    vocab, ffn = LARGE[what]
+    model = Llama(LlamaShape(vocab_size=vocab, hidden_size=64, layers=1, heads=2, kv_heads=2, ffn_size=ffn))
+    model.head = torch.nn.Linear(64, 8, bias=False)
+    tile(model.get_submodule(what).requires_grad_(not frozen), n)
     shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="fp32"))
     tokens, outputs = torch.zeros(1, 4, dtype=torch.int64), []
 
@@ -125,12 +129,13 @@ def peaks(rank: int, ranks: int, n: int, frozen: bool) -> tuple[int, int]:
     return in_forward, allocated_peak_bytes(both, cpu)
 
 
-def test_a_tile_of_the_parameters_is_gathered_at_a_time(pool: Pool) -> None:
+@pytest.mark.parametrize("what", ["layers.0.ffn", "embedding"])
+def test_a_tile_of_the_parameters_is_gathered_at_a_time(pool: Pool, what: str) -> None:
     """What is gathered takes twice its bytes, FSDP2's buffer and the parameters. In backward a tile's gradients
     are whole as well; the reduced ones, 1/ranks of all, stay."""
-    ranks, n, weights = 2, 8, 4 * 3 * 64 * 4096
+    ranks, n, weights = 2, 8, 4 * WEIGHTS
     rest = 0.12 * weights  # attention, embedding, activations
-    whole, in_tiles = ([pool.run(peaks, ranks, tiles, frozen)[0] for frozen in (True, False)] for tiles in (1, n))
+    whole, in_tiles = ([pool.run(peaks, ranks, what, tiles, frozen)[0] for frozen in (True, False)] for tiles in (1, n))
     for frozen in (0, 1):
         assert whole[frozen][0] >= 2 * weights
         assert in_tiles[frozen][0] <= 2 * weights / n + rest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ class Gated(nn.Module):
         return out
 
 
+class Scaled(nn.Embedding):
+    """An embedding that does more than look up."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
 def modules() -> dict[str, nn.Module]:
     torch.manual_seed(0)
     swiglu = SwiGLU(LlamaShape(vocab_size=3, hidden_size=8, layers=1, heads=1, kv_heads=1, ffn_size=23))
@@ -67,6 +75,24 @@ def test_tiles_compute_what_the_whole_does(kind: str, n: int, recompute: bool) -
         assert x.grad is not None
         seen.append({"y": y.detach(), "x": x.grad, **grads_of(module)})
     assert_close(seen[1], seen[0], **FP32)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 23])
+@pytest.mark.parametrize("padding", [None, 0, 11, 22])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_in_tiles_has_the_bits_of_the_whole_one(n: int, padding: int | None, dtype: torch.dtype) -> None:
+    """Every row is in one tile, and its gradient is the sum over the same tokens in the same order."""
+    torch.manual_seed(0)
+    whole = nn.Embedding(23, 8, padding_idx=padding, dtype=dtype)
+    tiled = tile(copy.deepcopy(whole), n, recompute=True)
+    ids, weights = torch.randint(23, (4, 50)), torch.randn(4, 50, 8, dtype=dtype)
+    assert torch.equal(tiled(ids), whole(ids))
+    for module in (tiled, whole):
+        (module(ids) * weights).sum().backward()
+    assert_close(grads_of(tiled), grads_of(whole), rtol=0, atol=0)
+    for module, wrong in product((tiled, whole), (-1, 23)):
+        with pytest.raises(IndexError):
+            module(torch.tensor([[0, wrong]]))
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, FP32), (torch.bfloat16, BF16)])
@@ -140,7 +166,7 @@ def test_recomputed_tiles_keep_their_hidden_features_one_tile_at_a_time() -> Non
 
 
 def test_names_shapes_and_order_of_a_state_dict_stay_and_values_load_both_ways() -> None:
-    plain, tiled, other = llama(), llama(BlockConfig(tiles=3, loss_tiles=5)), llama(seed=1)
+    plain, tiled, other = llama(), llama(BlockConfig(tiles=3, loss_tiles=5, embedding_tiles=2)), llama(seed=1)
     assert [*tiled.state_dict()] == [*plain.state_dict()]
     assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
     tiled.load_state_dict(other.state_dict())
@@ -148,16 +174,19 @@ def test_names_shapes_and_order_of_a_state_dict_stay_and_values_load_both_ways()
     assert_close(plain.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("module", [nn.Linear(5, 9), Gated()], ids=["linear", "gated"])
+@pytest.mark.parametrize(
+    "module", [nn.Linear(5, 9), Gated(), nn.Embedding(9, 5, padding_idx=6)], ids=["linear", "gated", "embedding"]
+)
 def test_values_of_a_model_on_meta_are_those_of_the_untiled_model(module: nn.Module) -> None:
     """Also where their deviation depends on the width that a tile has less of (nn.Linear)."""
 
     def fill(part: nn.Module) -> None:
         for each in part.modules():
-            if isinstance(each, nn.Linear) and any(param.is_meta for param in each.parameters(recurse=False)):
-                torch.manual_seed(each.in_features)
+            layer = isinstance(each, (nn.Linear, nn.Embedding))
+            if layer and any(param.is_meta for param in each.parameters(recurse=False)):
+                torch.manual_seed(5)
                 each.to_empty(device="cpu", recurse=False)
-                each.reset_parameters()
+                each.reset_parameters()  # type: ignore[operator]
 
     plain, tiled = copy.deepcopy(module).to("meta"), tile(copy.deepcopy(module).to("meta"), 4)
     fill(plain)
@@ -168,7 +197,7 @@ def test_values_of_a_model_on_meta_are_those_of_the_untiled_model(module: nn.Mod
 def test_values_drawn_tile_by_tile_are_those_of_the_untiled_model() -> None:
     plain = llama()
     tiled, fill = on_meta()
-    apply_blocks(tiled, BlockConfig(tiles=3, loss_tiles=4), "cpu")
+    apply_blocks(tiled, BlockConfig(tiles=3, loss_tiles=4, embedding_tiles=5), "cpu")
     fill_each = fill_tiles(tiled, fill)
     for _, (unit,) in find_units(tiled):
         fill_each(unit)
@@ -255,7 +284,13 @@ def test_a_models_own_error_is_raised_and_not_taken_for_one_that_cannot_be_tiled
         (lambda: tile(nn.Linear(2, 3), 4), r"tiles=4: Linear has 3 output features; take at most as many"),
         (lambda: tile(Gated(), 24), r"tiles=24: Gated has 23 hidden features"),
         (lambda: tile(nn.LayerNorm(3), 2), r"LayerNorm with the parameters \['weight', 'bias'\] cannot be tiled"),
-        (lambda: tile(weight_norm(nn.Linear(2, 3)), 2), r"cannot be tiled: an nn.Linear can, and an MLP .*'gate_proj'"),
+        (lambda: tile(weight_norm(nn.Linear(2, 3)), 2), r"cannot be tiled: an nn.Linear and .* MLP .*'gate_proj'"),
+        (lambda: tile(nn.Embedding(3, 2), 4), r"tiles=4: Embedding has 3 rows; take at most as many"),
+        (lambda: tile(nn.Embedding(3, 2, max_norm=1.0), 2), r"Embedding cannot be tiled: max_norm changes rows"),
+        (lambda: tile(nn.Embedding(3, 2, sparse=True), 2), r"Embedding cannot be tiled: sparse gradients"),
+        (lambda: tile(nn.Embedding(3, 2, scale_grad_by_freq=True), 2), r"cannot be tiled: scale_grad_by_freq counts"),
+        (lambda: tile(Scaled(3, 2), 2), r"Scaled has a forward of its own"),
+        (lambda: BlockConfig(embedding_tiles=0), r"block.embedding_tiles=0: must be a whole number ≥ 1"),
         (lambda: tile(tile(nn.Linear(2, 3), 2), 2), r"Linear is in 2 tiles already"),
         (lambda: BlockConfig(tiles=0), r"block.tiles=0: must be a whole number ≥ 1"),
         (lambda: BlockConfig(loss_tiles=-1), r"block.loss_tiles=-1"),
@@ -265,7 +300,12 @@ def test_a_models_own_error_is_raised_and_not_taken_for_one_that_cannot_be_tiled
             lambda: apply_blocks(nn.Sequential(nn.Linear(2, 2)), BlockConfig(tiles=2), "cpu"),
             r"block.tiles=2: .* no MLP",
         ),
+        (
+            lambda: apply_blocks(nn.Sequential(nn.Linear(2, 2)), BlockConfig(embedding_tiles=2), "cpu"),
+            r"block.embedding_tiles=2: Sequential has no nn.Embedding",
+        ),
         (lambda: llama(BlockConfig(tiles=24)), r"tiles=24: SwiGLU has 23"),
+        (lambda: llama(BlockConfig(embedding_tiles=38)), r"tiles=38: Embedding has 37"),
         (lambda: llama(BlockConfig(loss_tiles=38)), r"tiles=38: Linear has 37"),
     ],
 )

@@ -2,6 +2,7 @@
 
     module                                    cut along            tiles give          joined by
     nn.Linear                                 output features      y[..., rows]        concatenation, no rounding
+    nn.Embedding                              rows                 rows of their ids   choice, no rounding
     MLP: down(act(gate(x)) * up(x))           hidden features      a part of the sum   addition in fp32, rounded once
 
 A Linear is cut along output features, not input features: each output stays one dot product, and ZeRO shards the same
@@ -14,8 +15,8 @@ the new child `tiles` holds theirs. Each tile is a unit (`zero/units.py`). State
 (`tiling/state_dicts.py`). `named_parameters()`, and thus names in logs and optimizer groups, refer to the tiles.
 
 Note: values. A module with values is cut at once. On meta, `fill_tiles` fills the untiled parameters whole, one Linear
-at a time and once for each tile, and cuts them. The values thus equal those of the untiled model, whatever their
-source.
+or Embedding at a time and once for each tile, and cuts them. The values thus equal those of the untiled model,
+whatever their source.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dzero.parallel.forward_wrapping import Forward, checkpointed_part, keep, wrap_method
+from dzero.parallel.tiling.embedding import looked_up_in_tiles, set_rows, tile_looking_up, untileable
 from dzero.parallel.tiling.state_dicts import cut_on_load, join_on_save
 from dzero.parallel.tiling.tiles import TileCut, Tiles
 
@@ -41,13 +43,15 @@ def tile(module: nn.Module, n: int, *, recompute: bool = False) -> nn.Module:
     """Tile `module` in place and return it; call this before the model is sharded.
 
     Args:
-        module: An nn.Linear, or an MLP whose only parameters are those of three nn.Linear named as in `MLPS`.
+        module: An nn.Linear, an nn.Embedding, or an MLP whose only parameters are those of three nn.Linear named as in
+            `MLPS`.
         n: Number of tiles.
         recompute: Keep only the input for backward, and recompute each tile. A checkpointed block needs this: its
-            recomputation stops before the tiles, and would otherwise gather all of them at once.
+            recomputation stops before the tiles, and would otherwise gather all of them at once. An nn.Embedding keeps
+            no more than its input anyway.
 
     Raises:
-        ValueError: If the module cannot be tiled, or `n` is less than 1 or more than the features.
+        ValueError: If the module cannot be tiled, or `n` is less than 1 or more than the features or rows.
     """
     tile_all([module], n, recompute=recompute)
     return module
@@ -62,10 +66,15 @@ def tile_all(modules: Sequence[nn.Module], n: int, *, recompute: bool = False) -
         return
     for module, cuts in plans:
         _cut(module, cuts, n, recompute)
+    lookups = [module for module in modules if isinstance(module, nn.Embedding)]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    mlps = [module for module in modules if not isinstance(module, (nn.Embedding, nn.Linear))]
     if recompute:
-        wrap_method([each for module in modules for each in tiles_of(module)], "forward", checkpointed_part)
-    wrap_method([m for m in modules if isinstance(m, nn.Linear)], "forward", _concatenated)
-    wrap_method([m for m in modules if not isinstance(m, nn.Linear)], "forward", _added)
+        wrap_method([each for module in (*linears, *mlps) for each in tiles_of(module)], "forward", checkpointed_part)
+    wrap_method([each for module in lookups for each in tiles_of(module)], "forward", tile_looking_up)
+    wrap_method(lookups, "forward", looked_up_in_tiles)
+    wrap_method(linears, "forward", _concatenated)
+    wrap_method(mlps, "forward", _added)
 
 
 def tiles_of(module: nn.Module) -> list[nn.Module]:
@@ -117,7 +126,7 @@ def fill_tiles(model: nn.Module, materialise: Callable[[nn.Module], None]) -> Ca
 
 
 def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None]) -> None:
-    """Fill a tile from untiled Linears, each restored for a moment at its position, with its name and initializer."""
+    """Fill a tile from untiled layers, each restored for a moment at its position, with its name and initializer."""
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
     module.register_module("tiles", None)  # `materialise` needs the untiled module
@@ -147,6 +156,10 @@ def _plan(module: nn.Module, n: int) -> list[TileCut]:
     if isinstance(module, nn.Linear) and params.keys() <= {"weight", "bias"}:
         dims: dict[str, int | None] = {"weight": 0, "bias": 0}
         features, what = module.out_features, "output features"
+    elif isinstance(module, nn.Embedding) and params.keys() == {"weight"}:
+        if reason := untileable(module):
+            raise ValueError(f"{kind} cannot be tiled: {reason}")
+        dims, features, what = {"weight": 0}, module.num_embeddings, "rows"
     elif names is not None:
         widening, narrowing = names
         dims = {f"{name}.{attribute}": 0 for name in widening for attribute in ("weight", "bias")}
@@ -154,8 +167,8 @@ def _plan(module: nn.Module, n: int) -> list[TileCut]:
         features, what = module.get_parameter(f"{narrowing}.weight").shape[1], "hidden features"
     else:
         raise ValueError(
-            f"{kind} with the parameters {[*params]} cannot be tiled: an nn.Linear can, and an MLP whose only "
-            "parameters are those of three nn.Linear named "
+            f"{kind} with the parameters {[*params]} cannot be tiled: an nn.Linear and an nn.Embedding can, and an "
+            "MLP whose only parameters are those of three nn.Linear named "
             f"{' or '.join(str([*wide, narrow]) for wide, narrow in MLPS)}"
         )
     if n > features:
@@ -183,6 +196,7 @@ def _cut(module: nn.Module, cuts: list[TileCut], n: int, recompute: bool) -> Non
         tiles.add_module(str(index), copy.deepcopy(empty))
         for cut, param in whole.items():
             tiles.put(index, cut, param)
+        set_rows(tiles.get_submodule(str(index)), *cuts[0].span(index))
     module.tiles = tiles
     module.register_state_dict_post_hook(join_on_save)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(cut_on_load)  # type: ignore[no-untyped-call]
