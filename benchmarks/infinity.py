@@ -12,7 +12,11 @@ One update of a net of equal units, far larger than the host slots that units ta
     transfer    the store alone: the bytes of `disk`, the same pieces, blocks and threads, in and out side by side
     load, spill one way alone
 
-Goal: disk / max(transfer, host) at most 1.15. A disk that serves one request after the other cannot be faster
+Once more with a first unit as large as LARGE others: `whole`, and in as many tiles (`dzero.tile`), which bound the host
+slots that units take turns in.
+
+Goals: disk / max(transfer, host), and tiles / max(transfer, host), at most 1.15; slots of tiles at most those of equal
+units. A disk that serves one request after the other cannot be faster
 than `one by one`: bytes in over the bandwidth of load, plus bytes out over that of spill.
 
 Beside the efficiency reached, compute / step, stands what ZeRO-Infinity (section 4) gives without any overlap: see
@@ -30,12 +34,16 @@ from statistics import median
 from typing import Any
 
 from infinity_rounds import FLOPS_PER_PARAM, Series, Setting, efficiency_bound, measure
-from infinity_sides import DEEPSPEED_AIO, bandwidth, deepspeed_sides, update_sides
+from infinity_sides import DEEPSPEED_AIO, bandwidth, deepspeed_sides, large_sides, update_sides
 from report import append_row, table, write_table
 from stats import ratio_of_medians
 
-BOUND = 1.15
+from dzero import OffloadConfig
+
+BOUND, LARGE = 1.15, 8
+STATES = 14  # bytes per element in turn slots: master and two moments in fp32, and the new working copy in bf16
 GOOD = 0.9
+TURNS = 1 + OffloadConfig().prefetch_units
 
 
 def main() -> None:
@@ -43,6 +51,7 @@ def main() -> None:
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a directory on the disk")
     parser.add_argument("--units", type=int, default=16)
     parser.add_argument("--elems", type=int, default=8 << 20, help="parameters per unit")
+    parser.add_argument("--large", type=int, default=LARGE, help="units that the large one is as large as")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="each count in a run of its own")
     parser.add_argument("--threads", type=int, default=2, help="of kernels, all ranks together")
     parser.add_argument("--block-mib", type=int, default=16)
@@ -58,6 +67,7 @@ def main() -> None:
             units=options.units,
             elems=options.elems,
             threads=options.threads,
+            large=options.large,
             block_bytes=options.block_mib << 20,
             io_threads=options.io_threads,
         )
@@ -66,6 +76,8 @@ def main() -> None:
             peer = {"deepspeed": deepspeed_sides} if ranks == 1 and not options.smoke else {}
             series, notes = measure({"update": update_sides} | peer, setting, ranks, options.rounds)
             texts.append(report_update(series, notes, setting, ranks, options))
+        series, _ = measure({"large": large_sides}, setting, 1, options.rounds)
+        texts.append(report_large(series, setting, options))
     if options.smoke:
         print("\n".join(texts))
     else:
@@ -127,6 +139,41 @@ def report_update(series: Series, notes: list[str], setting: Setting, ranks: int
         *notes,
     ]
     return "\n".join([title, "", table(header, rows), *(f"{line}\n" for line in lines)])
+
+
+def report_large(series: Series, setting: Setting, options: argparse.Namespace) -> str:
+    """Row and table of the net with a large unit."""
+    update_s = {side: found["update_s"] for side, found in series.items()}
+    bound_by = max(("transfer", "host"), key=lambda side: median(update_s[side]))
+    turns = {side: series[side]["turn_bytes"][0] for side in ("whole", "tiles")}
+    over, most = ratio_of_medians(update_s["tiles"], update_s[bound_by]), TURNS * STATES * setting.elems
+    goals: list[dict[str, Any]] = [
+        {"what": f"tiles / {bound_by}", **asdict(over), "bound": BOUND, "met": over.value <= BOUND},
+        {"what": "turn slots of tiles", "value": turns["tiles"], "bound": most, "met": turns["tiles"] <= most},
+    ]
+    if not options.smoke:
+        append_row("infinity", {"part": "large", "config": _config(options), "sides": series, "goals": goals})
+    rows = [
+        [
+            side,
+            f"{median(seconds) * 1e3:.0f}",
+            ratio_of_medians(seconds, update_s[bound_by]),
+            f"{median(series[side]['step_s']) * 1e3:.0f}" if side in turns else "",
+            f"{turns[side] / 2**20:.1f}" if side in turns else "",
+        ]
+        for side, seconds in update_s.items()
+    ]
+    others = f"{setting.units - 1} units of {setting.elems / 1e6:.1f} M parameters"
+    goal = "{what}: goal at most {bound}: {verdict}.\n"
+    return "\n".join(
+        [
+            f"Update, {others} and one of {setting.large} times as many, 1 rank, {options.rounds} rounds",
+            "",
+            table(["side", "ms", f"over {bound_by}", "step, ms", "turn slots, MiB"], rows),
+            f"whole / tiles, update: {ratio_of_medians(update_s['whole'], update_s['tiles'])}.\n",
+            *(goal.format(**each, verdict="met" if each["met"] else "missed") for each in goals),
+        ]
+    )
 
 
 def _lanes(found: dict[str, list[Any]]) -> list[str]:

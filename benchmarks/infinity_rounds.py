@@ -29,8 +29,9 @@ FLOPS_PER_PARAM = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """units x elems: of the net of equal units. threads: of kernels, per rank. block_bytes, io_threads: of dzero's
-    store. samples x tokens: of a step of the llama; steps: on the clock, per turn."""
+    """units x elems: of the net of equal units. large: how many of them the first is as large as, where it is larger.
+    threads: of kernels, per rank. block_bytes, io_threads: of dzero's store. samples x tokens: of a step of the llama;
+    steps: on the clock, per turn."""
 
     path: str
     threads: int
@@ -38,6 +39,7 @@ class Setting:
     io_threads: int
     units: int = 0
     elems: int = 0
+    large: int = 1
     tokens: int = 0
     samples: int = 0
     steps: int = 0

@@ -3,6 +3,7 @@
 group       sides                                              one turn
 update      disk, host; transfer, load, spill; matmul          one step of a net of equal units, batch 1
 deepspeed   deepspeed                                          the same
+large       whole, tiles, host; transfer                       the same, of a net whose first unit is larger
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -25,6 +27,7 @@ from dzero import AdamW, ZeroConfig, shard
 from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
 from dzero.offload.memory_pool import HostMemoryPool, aligned
+from dzero.parallel.tiling.tile import tile
 
 WIDTH = 2048
 UNDER_WAY = 2
@@ -39,6 +42,27 @@ def net(setting: Setting) -> nn.Module:
     narrow, wide = WIDTH, setting.elems // WIDTH
     sizes = [(narrow, wide) if index % 2 == 0 else (wide, narrow) for index in range(setting.units)]
     return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+
+
+class Summed(nn.Module):
+    """A Linear with `times` times the outputs, which are added up in as many groups."""
+
+    def __init__(self, times: int, elems: int) -> None:
+        super().__init__()
+        self.times, self.large = times, nn.Linear(WIDTH, times * elems // WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = self.large(x).unflatten(-1, (self.times, -1)).sum(-2)
+        return summed
+
+
+def large_net(setting: Setting, tiles: int) -> nn.Module:
+    """`net` with a first unit of `setting.large` times the parameters of another, whole or in tiles."""
+    first, *others = net(setting)
+    del first
+    large = Summed(setting.large, setting.elems)
+    tile(large.large, tiles)
+    return nn.Sequential(large, *others)
 
 
 class Step:
@@ -147,6 +171,16 @@ def update_sides(setting: Setting) -> dict[str, Turn]:
         "spill": lambda: alone.turn(Direction.WRITE),
         "matmul": matmul,
     }
+
+
+def large_sides(setting: Setting) -> dict[str, Turn]:
+    """dzero's with the large unit whole and in tiles, and what bounds it."""
+    whole, tiles, host = (
+        Step(setting, tier, partial(large_net, setting, count))
+        for tier, count in (("disk", 1), ("disk", setting.large), ("host", setting.large))
+    )
+    alone = Transfers.like(tiles.optim, setting)
+    return {"whole": whole, "tiles": tiles, "host": host, "transfer": partial(alone.turn, *Direction)}
 
 
 def deepspeed_sides(setting: Setting) -> dict[str, Turn]:

@@ -22,7 +22,7 @@ MEND = {
     DEVICE: "fewer train.sequence_tokens, a smaller zero.unit_bytes, block.tiles and block.loss_tiles, more ranks, or "
     "devices with more memory",
     HOST: "nodes with more host memory, more nodes, precision=bf16_remainder and precision.moments=bf16, or for states "
-    "on disk a smaller zero.unit_bytes",
+    "on disk a smaller zero.unit_bytes, block.embedding_tiles and block.loss_tiles",
     DISK: "more scratch space (offload.disk.paths), more nodes, or precision=bf16_remainder and precision.moments=bf16",
 }
 

@@ -80,7 +80,8 @@ def warn_of_larger(units: Sequence[UnitShape], unit_bytes: int, itemsize: int) -
         warnings.warn(
             f"zero.unit_bytes={unit_bytes} ({format_bytes(unit_bytes)}): {len(larger)} of {len(units)} units stay "
             f"larger, most of all {name} with {format_bytes(size)}. A single layer, a module of torch.nn, one with a "
-            "list of modules, and the root are not divided; block.tiles=N cuts MLPs into slices",
+            "list of modules, and the root are not divided; block.tiles, block.loss_tiles and block.embedding_tiles "
+            "cut MLPs, the head and the embedding",
             stacklevel=3,
         )
 
