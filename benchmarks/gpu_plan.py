@@ -81,7 +81,7 @@ def main() -> None:
     effort = Effort() if device.on_gpu else LEAST
     found: list[tuple[Cell, dict[str, Any]]] = []
     with device.group(timedelta(minutes=10)), tempfile.TemporaryDirectory() as folder:
-        figures = probe(device.torch, folder, effort)
+        figures = probe(device.torch, [folder], effort)
         hardware = combine(key_of(1), [figures], disk_bytes=1 << 40).hardware
         for cell in cells(device.torch, options.models):
             found.append((cell, answer(cell, options.tokens, device.torch, hardware)))

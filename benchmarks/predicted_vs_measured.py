@@ -193,7 +193,7 @@ def serve(pipe: Connection, rendezvous: str, folder: str, rank: int) -> None:
     with process_group(rank, RANKS, rendezvous):
         pipe.send(None)
         while (request := pipe.recv()) is not None:
-            pipe.send(probe(CPU, folder, request) if isinstance(request, Effort) else answer(*request))
+            pipe.send(probe(CPU, [folder], request) if isinstance(request, Effort) else answer(*request))
 
 
 def main() -> None:

@@ -185,7 +185,8 @@ def _import_deepspeed(parser: argparse.ArgumentParser) -> None:
 def _hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measure again, although it was measured")
     parser.add_argument("--ranks", type=_whole, help="ranks at work; default: one per GPU, or two without")
-    parser.add_argument("--disk", default=".", metavar="PATH", help="a directory on the scratch disk; default: .")
+    disk = "a directory on each scratch disk; default: ."
+    parser.add_argument("--disk", nargs="+", default=["."], metavar="PATH", help=disk)
 
 
 def _disk_bench(parser: argparse.ArgumentParser) -> None:

@@ -42,6 +42,8 @@ FILE_DTYPES = {
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
+UNKNOWN_NODE = -1
+"""Memory node (NUMA) that is unknown, as the kernel writes it too."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,15 @@ def cores_of_rank(local_rank: int, local_ranks: int, sys: Path = Path("/sys")) -
     ordered += sorted(allowed - set(ordered))
     share = len(ordered) // local_ranks
     return ordered[local_rank * share : (local_rank + 1) * share] if share else ordered
+
+
+def memory_node_of(cores: Iterable[int], sys: Path = Path("/sys")) -> int:
+    """Return the memory node (NUMA) that all `cores` are on; -1 if there are none, or on several nodes, or unknown."""
+    wanted = set(cores)
+    for file in sys.glob("devices/system/node/node*/cpulist"):
+        if wanted and wanted <= set(_core_list(file.read_text())):
+            return int(file.parent.name.removeprefix("node"))
+    return UNKNOWN_NODE
 
 
 def _core_list(text: str) -> list[int]:

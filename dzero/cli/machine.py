@@ -13,10 +13,10 @@ from dzero.utils.terminal import show
 
 def hardware(options: argparse.Namespace) -> None:
     """Print the measurement of this machine; measure if there is none or `options.measure` is set."""
-    known = None if options.measure else cached(options.ranks)
+    known = None if options.measure else cached(options.ranks, options.disk)
     if known is None:
         print("measuring, for about half a minute", file=sys.stderr)
-    measurement = known or measured(options.ranks, disk=options.disk)
+    measurement = known or measured(options.ranks, options.disk)
     show([machine_table(measurement)])
     print(f"\nAs a file, conf/hardware/<name>.yaml:\n\n{as_yaml(measurement)}")
 

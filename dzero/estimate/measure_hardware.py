@@ -1,8 +1,8 @@
 """Measurement of this machine as a `HardwareConfig`, taken once by the ranks of a run and then read from a cache.
 
-    cached(ranks)     cached figures, or None
-    measured(ranks)   new measurement (under half a minute), which is cached
-    unmeasured(...)   memory sizes only
+    cached(ranks, disks)     cached figures, or None
+    measured(ranks, disks)   new measurement (under half a minute), which is cached
+    unmeasured(...)          memory sizes only
 
 Each rank has the threads and cores that it has in training, and all ranks are measured at the same time. Shared
 resources (cores, memory, caches) are therefore shared as in a run. Peaks of listed GPUs are those of the datasheet,
@@ -12,6 +12,7 @@ with the efficiency that was reached; otherwise the peak is what was reached.
 from __future__ import annotations
 
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
@@ -32,24 +33,29 @@ from dzero.hardware import available_cores, dtype_of, host_memory_bytes, peak_fl
 from dzero.launch.config import LauncherConfig, launched
 from dzero.launch.devices import device_type, worker_count
 from dzero.launch.launcher import start
-from dzero.utils.scratch_paths import try_folder
+from dzero.utils.scratch_paths import mount_point, try_folder
 
 CPU_INFO = Path("/proc/cpuinfo")
+HERE = (".",)
+"""Directories on the disks that are measured if none are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Settings that every probing rank receives; `disk` is a directory on the disk to measure."""
+    """Settings that every probing rank receives; `disks` has a directory on each disk to measure."""
 
     launch: LauncherConfig
-    disk: str = "."
+    disks: list[str]
     effort: Effort = field(default_factory=Effort)
 
 
-def cached(ranks: int | None = None) -> Measurement | None:
-    """Return the cached measurement of this machine, or None; a damaged one is reported and ignored."""
+def cached(ranks: int | None = None, disks: Sequence[str] = HERE) -> Measurement | None:
+    """Return the cached measurement of this machine and the disks of directories, which may be missing, or None.
+
+    A damaged measurement is reported and ignored.
+    """
     try:
-        return measurement_cache.load(key_of(ranks))
+        return measurement_cache.load(key_of(ranks, disks))
     except (DamagedCache, OSError) as error:
         print(f"{error}; it counts as none, and the next measurement replaces it", file=sys.stderr)
         return None
@@ -67,25 +73,32 @@ def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
     )
 
 
-def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None = None) -> Measurement:
-    """Measure this machine and the disk of a directory, with as many ranks busy as a run has, and cache the result.
+def measured(ranks: int | None = None, disks: Sequence[str] = HERE, *, effort: Effort | None = None) -> Measurement:
+    """Measure this machine and the disks of directories, with as many ranks busy as a run has, and cache the result.
 
-    RunError is raised if a rank fails, or if torchrun started this process, whose ranks belong to a run.
+    The figures of several disks are sums, in which directories of one disk count once.
+
+    Raises:
+        DiskError: No file can be created in a directory.
+        RunError: A rank fails, or torchrun started this process, whose ranks belong to a run.
     """
+    key = key_of(ranks, disks)
     if launched():
+        named = "" if tuple(disks) == HERE else f" --disk {shlex.join(disks)}"
         raise RunError(
-            "this machine is not measured yet, and torchrun's ranks are a run's: first run, without torchrun, "
-            "python -m dzero hardware"
+            f"this machine, with the disk of {', '.join(key.disks)}, is not measured yet, and torchrun's ranks are a "
+            f"run's: first run, without torchrun, python -m dzero hardware{named}"
         )
     launch = LauncherConfig(workers=ranks)
-    try_folder(disk)
+    for disk in disks:
+        try_folder(disk)
+    each_disk = [*{mount_point(disk): disk for disk in disks}.values()]
     with tempfile.TemporaryDirectory(prefix="dzero-hardware-") as folder:
-        run = ProbeConfig(launch=launch, disk=disk, effort=effort or Effort())
+        run = ProbeConfig(launch=launch, disks=each_disk, effort=effort or Effort())
         start(_measure, run, Path(folder), workers=worker_count(launch))
         files = [Path(folder, f"{rank}.json") for rank in range(worker_count(launch))]
         each = [msgspec.json.decode(file.read_bytes(), type=RankFigures) for file in files]
-    key = key_of(ranks)
-    measurement = combine(key, each, disk_bytes=shutil.disk_usage(disk).free)
+    measurement = combine(key, each, disk_bytes=sum(shutil.disk_usage(disk).free for disk in each_disk))
     try:
         measurement_cache.store(measurement)
     except OSError as error:
@@ -95,12 +108,12 @@ def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None
 
 def _measure(config: ProbeConfig, folder: Path, device: torch.device) -> None:
     """Write this rank's figures to `folder`; runs on every rank."""
-    figures = probe(device, config.disk, config.effort)
+    figures = probe(device, config.disks, config.effort)
     (folder / f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(figures))
 
 
-def key_of(ranks: int | None = None) -> MeasurementKey:
-    """Return the key of a measurement: processor, cores and devices of this machine, torch version, number of ranks."""
+def key_of(ranks: int | None = None, disks: Sequence[str] = HERE) -> MeasurementKey:
+    """Return the key of a measurement of this machine, with a number of ranks and the disks of directories."""
     launch = LauncherConfig(workers=ranks)
     on_gpu = device_type(launch) == "cuda"
     return MeasurementKey(
@@ -111,6 +124,7 @@ def key_of(ranks: int | None = None) -> MeasurementKey:
         device=torch.cuda.get_device_name(0) if on_gpu else "",
         ranks=worker_count(launch),
         torch=str(torch.__version__),
+        disks=tuple(sorted(set(map(mount_point, disks)))),
     )
 
 

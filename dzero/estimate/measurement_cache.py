@@ -37,6 +37,8 @@ class MeasurementKey:
     Attributes:
         host_bytes: Host memory within every limit.
         device: Name of the GPU, or "" without one.
+        disks: Mount points of the scratch disks, sorted. They stay the same from boot to boot, and folders of one disk
+            share them.
         count: Version of the work that rates are measured by (`operator_work.py`) and of the figures. Raise it whenever
             either changes.
     """
@@ -48,6 +50,7 @@ class MeasurementKey:
     device: str
     ranks: int
     torch: str
+    disks: tuple[str, ...]
     count: int = 3
 
     @property

@@ -13,7 +13,7 @@ Each figure is a median of several rounds after a warm-up, on data too large for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -71,8 +71,8 @@ class RankFigures:
     reserved_bytes: int
 
 
-def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
-    """Measure all figures of this rank; a collective call of all ranks of the default group."""
+def probe(device: torch.device, disks: Sequence[str], effort: Effort) -> RankFigures:
+    """Measure all figures of this rank, of disks their sum; a collective call of all ranks of the default group."""
     first = dist.get_rank() == 0
     before = _in_use_bytes(device)
     flops = {name: _together(partial(matmul_flops, device, dtype_of(name), effort)) for name in FLOPS}
@@ -83,7 +83,7 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
     exchange = exchange_rates(device, rounds=effort.rounds)
     update = _together(partial(update_rate, effort))
     smallest = _together(partial(update_rate, effort, smallest=True))
-    speeds = measure_disk(DiskConfig(paths=[disk]), sample_bytes=effort.disk_bytes, rounds=2) if first else []
+    speeds = measure_disk(DiskConfig(paths=[*disks]), sample_bytes=effort.disk_bytes, rounds=2) if first else []
     return RankFigures(
         **{f"{name}_flops": each for name, each in flops.items()},
         operators=operators,
@@ -92,8 +92,8 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
         exchange=exchange,
         update_bandwidth=update * UPDATE_BYTES,
         update_elems_per_s=max(update, smallest),
-        disk_read=speeds[0].read_bytes_per_s if first else None,
-        disk_write=speeds[0].write_bytes_per_s if first else None,
+        disk_read=sum(speed.read_bytes_per_s for speed in speeds) if first else None,
+        disk_write=sum(speed.write_bytes_per_s for speed in speeds) if first else None,
         device_bytes=device_memory_bytes(device) // (1 if device.type == "cuda" else local_ranks()),
         reserved_bytes=before if device.type == "cpu" else _in_use_bytes(device) - torch.cuda.memory_reserved(device),
     )

@@ -43,16 +43,17 @@ class DiskStore:
         config: Paths and transfer settings. Paths without weights get equal ones.
         sizes: Size in bytes of each piece; `add` reserves more.
         rank: This rank, for names of directories and for messages.
+        selection: How the paths were selected, for the log; empty if they are all paths.
 
     Raises:
         DiskError: A path cannot be used or has too little space.
         ValueError: Two paths are the same directory.
     """
 
-    def __init__(self, config: DiskConfig, sizes: Mapping[str, int], *, rank: int = 0) -> None:
+    def __init__(self, config: DiskConfig, sizes: Mapping[str, int], *, rank: int = 0, selection: str = "") -> None:
         self._weights = config.weights or [1.0] * len(config.paths)
         _require_different(config.paths)
-        self.config, self.sizes = config, dict(sizes)
+        self.config, self.sizes, self._selection = config, dict(sizes), selection
         self.striping = stripe(self.sizes, config.block_bytes, self._weights)
         self._sums: dict[str, list[int | None]] = {p: [None] * len(b) for p, b in self.striping.pieces.items()}
         with ExitStack() as undo:
@@ -126,14 +127,15 @@ class DiskStore:
         return {file.path: {way: file.use(way) for way in Direction} for file in self.files}
 
     def describe(self) -> str:
-        """Return a line for the log: the proportion of data on each path, and the I/O settings."""
+        """Return a line for the log: the selection and the proportion of data on each path, and the I/O settings."""
         dealt = self.striping.file_bytes if any(self.striping.file_bytes) else self._weights
         whole = sum(dealt)
         files = zip(self.files, dealt, strict=True)
         shares = ", ".join(f"{file.path} ({count / whole:.0%})" for file, count in files)
         direct = "direct I/O" if all(file.is_direct for file in self.files) else "through the page cache"
         checked = "checksums verified" if self.config.checksum else "no checksums"
-        return f"{shares}; {direct}, blocks of {format_bytes(self.config.block_bytes)}, {checked}"
+        selected = f"{self._selection}: " if self._selection else ""
+        return f"{selected}{shares}; {direct}, blocks of {format_bytes(self.config.block_bytes)}, {checked}"
 
     def close(self) -> None:
         """Wait for started transfers, then release all space; has no effect the second time."""

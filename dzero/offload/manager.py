@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -13,13 +14,20 @@ from torch import nn
 
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
-from dzero.hardware import cores_of_rank, format_bytes, give_back_freed_memory, host_available_bytes
+from dzero.hardware import (
+    cores_of_rank,
+    format_bytes,
+    give_back_freed_memory,
+    host_available_bytes,
+    memory_node_of,
+)
 from dzero.mesh import AXES, local_rank, local_ranks
 from dzero.offload.activation_pool import ActivationPool
 from dzero.offload.activations import ActivationOffload
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of, update_order
 from dzero.offload.disk import DiskStore
+from dzero.offload.disk_nodes import near_cores
 from dzero.offload.disk_speed import weighed
 from dzero.offload.disk_staging import DiskStaging, DiskStorage
 from dzero.offload.executor import LaneUse, ScheduleExecutor
@@ -28,8 +36,10 @@ from dzero.offload.memory_pool import HostMemoryPool, require
 from dzero.offload.param_prefetch import ParamPrefetch
 from dzero.offload.param_writeback import ParamWriteback, PendingWriteback
 from dzero.offload.schedule import ActionKey, ActionKind
+from dzero.offload.scratch_dir import FULL
 from dzero.offload.undo import Undo
 from dzero.parallel.blocks import find_blocks
+from dzero.utils.scratch_paths import DiskError
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.offloaded_param import HostStorage, OffDeviceTensor
 from dzero.zero.sharded import Sharded
@@ -65,16 +75,17 @@ class OffloadManager:
         self.buffer_layout = BufferLayout(layout, sharded.shapes, moments=moments)
         self.schedule = schedule_of(self.buffer_layout)
         device = torch.device(sharded.mesh.device_type)
-        if self.schedule.host_bytes:
-            available = host_available_bytes()
-            for axis in AXES:  # all ranks have read the available memory before one allocates
-                GatherScalars(sharded.mesh.get_group(axis), axis, Ledger())(torch.zeros(1, device=device))
-            require(self.schedule.host_bytes, available + _moving_in_bytes(sharded), local_ranks())
         beside_gpu = device.type == "cuda"
         self.cores = cores_of_rank(local_rank(), local_ranks()) if beside_gpu else list[int]()
+        available, told = host_available_bytes(), list[int]()
+        if self.schedule.host_bytes or config.uses_disk:  # all have read the available memory before one allocates
+            told = _of_all_ranks(sharded, memory_node_of(self.cores or os.sched_getaffinity(0)))
+        if self.schedule.host_bytes:
+            require(self.schedule.host_bytes, available + _moving_in_bytes(sharded), local_ranks())
         self.memory_pool = HostMemoryPool(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
         self.executor = ScheduleExecutor(self.schedule, self.memory_pool, device)
-        self.staging = DiskStaging(self.buffer_layout, self.executor, _store(config, self.buffer_layout.piece_bytes()))
+        store = _store(config, self.buffer_layout.piece_bytes(), self.cores, told)
+        self.staging = DiskStaging(self.buffer_layout, self.executor, store)
         self.undo = Undo(self.buffer_layout, self.executor, self.staging)
         self._outgoing = ParamWriteback(sharded, self.buffer_layout, self.executor, self.staging, self.undo)
         self._sharded, self._mode = sharded, config.mode
@@ -302,9 +313,26 @@ def _overwrite(moves: Sequence[Move]) -> None:
         there.copy_(value)
 
 
-def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
-    used = bool(sizes) or config.activations == "disk"
-    return DiskStore(weighed(config.disk), sizes, rank=dist.get_rank()) if used else None
+def _of_all_ranks(sharded: Sharded, value: int) -> list[int]:
+    """Return the `value` of each data-parallel rank; collective: no rank returns before all have called."""
+    values = torch.tensor([value], device=sharded.mesh.device_type)
+    for axis in AXES:
+        values = GatherScalars(sharded.mesh.get_group(axis), axis, Ledger())(values).view(-1)
+    return list[int](values.tolist())
+
+
+def _store(config: OffloadConfig, sizes: dict[str, int], cores: Sequence[int], told: Sequence[int]) -> DiskStore | None:
+    """Return the store of states and activations on disk, if there are any; `told` as in `near_cores`."""
+    if not sizes and config.activations != "disk":
+        return None
+    near, selection = near_cores(config.disk, cores, told)
+    try:
+        return DiskStore(weighed(near), sizes, rank=dist.get_rank(), selection=selection)
+    except DiskError as error:
+        if not selection or error.errno not in FULL:
+            raise
+        what = f"{error.strerror}, or use others than {selection}: offload.disk.by_node=false"
+        raise DiskError(error.errno, error.filename, what) from error
 
 
 def _moving_in_bytes(sharded: Sharded) -> int:

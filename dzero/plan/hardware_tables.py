@@ -42,7 +42,10 @@ def machine_table(measurement: Measurement) -> Table:
     """Return a table with a row for each figure."""
     hardware = measurement.hardware
     rows = [(meaning, figure, text(figure, getattr(hardware, figure))) for figure, meaning in MEANING.items()]
-    title = f"{hardware.name}, measured {measurement.when:%Y-%m-%d %H:%M} UTC, {age(measurement.age_s)}"
+    disks = ", ".join(measurement.key.disks)
+    title = (
+        f"{hardware.name}, scratch at {disks}, measured {measurement.when:%Y-%m-%d %H:%M} UTC, {age(measurement.age_s)}"
+    )
     return Table(title, ("figure", "setting", "value"), tuple(rows), left=2)
 
 

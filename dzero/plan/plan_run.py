@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from dzero.errors import RunError
 from dzero.estimate.explain import actions, collectives_table
 from dzero.estimate.forecast import Forecast
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.measure_hardware import cached, measured, unmeasured
+from dzero.estimate.measure_hardware import cached, key_of, measured, unmeasured
 from dzero.hardware import format_bytes
 from dzero.launch.config import is_first_of_node, launched
 from dzero.launch.devices import device_type
@@ -187,10 +188,18 @@ def hardware_of(config: RunConfig) -> HardwareConfig:
     if config.hardware is not None:
         return config.hardware
     ranks = local_ranks() if launched() else config.launch.workers
-    known = cached(ranks)
+    folders = scratch_folders(config)
+    known = cached(ranks, folders)
     if known is None and not launched():
-        print("measuring this machine, once, for about half a minute", file=sys.stderr)
-    return (known or measured(ranks)).hardware
+        disks = ", ".join(key_of(ranks, folders).disks)
+        print(f"measuring this machine, with the disk of {disks}, once, for about half a minute", file=sys.stderr)
+    return (known or measured(ranks, folders)).hardware
+
+
+def scratch_folders(config: RunConfig) -> list[str]:
+    """Return directories on the scratch disks of a run: its scratch paths, or where it will make them."""
+    paths = config.offload.disk.paths
+    return [path if os.path.lexists(path) else os.path.dirname(os.path.abspath(path)) for path in paths]
 
 
 def forecast_running(config: RunConfig, ranks: int, device_type: str, vocab_size: int) -> Forecast:
@@ -201,7 +210,7 @@ def forecast_running(config: RunConfig, ranks: int, device_type: str, vocab_size
     """
     local, hardware = local_ranks(), config.hardware
     if hardware is None or hardware.device_type != device_type:
-        known = cached(local)
+        known = cached(local, scratch_folders(config))
         hardware = known.hardware if known else None
     if hardware is None or hardware.device_type != device_type:
         hardware = unmeasured(local, device_type)

@@ -3,7 +3,7 @@
     tier    needed (`estimate/memory.py`)    available to one rank
     device  fullest moment of a step         GPU: its memory; CPU: its part of host memory, within every limit
     host    offloaded states                 its part of host memory, within every limit
-    disk    scratch files                    its part of the free space at offload.disk.paths
+    disk    scratch files                    its part of the free space at the paths it uses (`offload/disk_nodes.py`)
 
 A run is refused if it needs more than the machine has, without any margin, because it would surely fail. A warning is
 given if it needs more than is free now, or leaves less than the headroom of `estimate/search.py`. Nothing is measured
@@ -42,6 +42,7 @@ from dzero.launch.config import launched
 from dzero.launch.devices import device_type
 from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
+from dzero.offload.disk_nodes import by_node, nodes_of_local_ranks
 from dzero.optim.build import check_options, moments_of
 from dzero.plan.auto import candidates_of, resolve_auto, subject_of
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, pipeline_stages_of, units_of
@@ -49,7 +50,7 @@ from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
 from dzero.plan.run_layout import layout_of, ranks_of, workers_of
 from dzero.plan.search_tables import words
 from dzero.utils.scratch_paths import make_folder
-from dzero.zero.offload_config import KINDS, OffloadConfig
+from dzero.zero.offload_config import KINDS, DiskConfig, OffloadConfig
 
 SUGGESTED = LARGEST = 3
 HOPELESS = 64
@@ -182,7 +183,7 @@ def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
         local,
         device_bytes=min(devices, default=host_bytes // local),
         host_bytes=host_bytes,
-        disk_bytes=free_bytes(config.offload.disk.paths) if may_use_disk else None,
+        disk_bytes=scratch_bytes(config.offload.disk, local, kind) if may_use_disk else None,
     )
 
 
@@ -191,6 +192,18 @@ def check_scratch(offload: OffloadConfig) -> None:
     if offload.uses_disk:
         for path in offload.disk.paths:
             make_folder(path)
+
+
+def scratch_bytes(disk: DiskConfig, local_ranks: int, device_type: str) -> int:
+    """Return the free scratch space of this machine, of which each rank can use its part.
+
+    If ranks use the paths of their memory node, the node with the least space for each of its ranks decides.
+    """
+    nodes = nodes_of_local_ranks(local_ranks, beside_gpu=device_type == "cuda")
+    near = by_node(disk, nodes)
+    if not near:
+        return free_bytes(disk.paths)
+    return min(free_bytes(part.paths) * local_ranks // nodes.count(node) for node, part in near.items())
 
 
 def free_bytes(paths: Sequence[str]) -> int:

@@ -41,6 +41,14 @@ def reported_as_disk_error(path: str, doing: str) -> Iterator[None]:
         raise DiskError(error.errno or 0, path, f"{doing}: {error.strerror}") from error
 
 
+def mount_point(path: str) -> str:
+    """Return where the file system of a path is mounted, of a missing path that of the nearest folder above it."""
+    place = os.path.realpath(path)
+    while not os.path.ismount(place):
+        place = os.path.dirname(place)
+    return place
+
+
 def make_folder(path: str) -> None:
     """Create the last folder of a scratch path if it is missing; raise DiskError if no file can be created in it."""
     path = os.path.abspath(path)

@@ -29,6 +29,8 @@ class DiskConfig:
     """Directories for scratch files, one per disk; the last folder of each is created if it is missing."""
     weights: list[float] | None = None
     """Bandwidths of the paths, in any common unit, by which data is distributed over them. null: measured."""
+    by_node: bool = True
+    """Let each rank use the paths of the memory node (NUMA) of its cores, if each node has its share of the paths."""
     block_bytes: int = 16 << 20
     """Size of one transfer in bytes."""
     threads: int = 8

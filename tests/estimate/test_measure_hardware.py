@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from measurements import HARDWARE, KEY, MEASUREMENT
@@ -17,16 +19,17 @@ from dzero import __main__ as command
 from dzero.cli import machine
 from dzero.config import CONF
 from dzero.errors import RunError
-from dzero.estimate import measurement_cache
+from dzero.estimate import measure_hardware, measurement_cache
 from dzero.estimate.decoder_probe import ExchangeRates, OperatorRates
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.measure_hardware import cached, combine, key_of, measured
+from dzero.estimate.measure_hardware import ProbeConfig, cached, combine, key_of, measured
 from dzero.estimate.measurement_cache import Measurement
 from dzero.estimate.probes import Effort, RankFigures, link_rate, matmul_flops, update_rate
 from dzero.hardware import host_memory_bytes, peak_flops_of
 from dzero.overrides import composed
 from dzero.plan.hardware_tables import age, as_yaml, machine_table, text
-from dzero.plan.plan_run import hardware_of
+from dzero.plan.plan_run import hardware_of, scratch_folders
+from dzero.utils.scratch_paths import DiskError, mount_point
 
 SMALL = Effort(
     seconds=0.02,
@@ -64,7 +67,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measurement]:
         patch.delenv("RANK", raising=False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        yield measured(2, disk=str(folder), effort=SMALL)
+        yield measured(2, effort=SMALL)
 
 
 @pytest.mark.full
@@ -109,8 +112,8 @@ def test_the_command_measures_what_it_does_not_know(
 ) -> None:
     asked: list[Any] = []
 
-    def measure(ranks: int | None, *, disk: str) -> Measurement:
-        asked.append((ranks, disk))
+    def measure(ranks: int | None, disks: list[str]) -> Measurement:
+        asked.append((ranks, disks))
         return MEASUREMENT
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -118,16 +121,65 @@ def test_the_command_measures_what_it_does_not_know(
     for arguments in (["--ranks", "2"], ["--ranks", "2", "--measure", "--disk", str(tmp_path)]):
         monkeypatch.setattr(sys, "argv", ["dzero", "hardware", *arguments])
         command.main()
-    assert asked == [(2, "."), (2, str(tmp_path))]
+    assert asked == [(2, ["."]), (2, [str(tmp_path)])]
     assert "measuring" in capsys.readouterr().err
+
+
+def test_figures_of_one_disk_are_not_shown_for_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two disks of different speeds: each has figures of its own, which its folders share."""
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    for folder in (fast / "a", fast / "b", slow):
+        folder.mkdir(parents=True)
+    reads = {str(fast): 4e9, str(slow): 1e9}
+    measuring: list[list[str]] = []
+
+    def probe(_: object, config: ProbeConfig, folder: Path, *, workers: int) -> None:
+        measuring.append([mount_point(disk) for disk in config.disks])
+        figures = replace(RANK, disk_read=sum(reads[disk] for disk in measuring[-1]))
+        for rank in range(workers):
+            (folder / f"{rank}.json").write_bytes(msgspec.json.encode(figures))
+
+    def told(*disks: Path) -> str:
+        words = ["dzero", "hardware", "--ranks", "2", "--disk", *map(str, disks)]
+        monkeypatch.setattr(sys, "argv", words)
+        command.main()
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("disk_read:"))
+        return row
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os.path, "ismount", lambda path: path in (*reads, "/"))
+    monkeypatch.setattr(measure_hardware, "start", probe)
+    assert told(fast / "a") == "disk_read: 4.00e9"
+    assert told(slow) == "disk_read: 1.00e9"
+    assert told(fast / "b") == "disk_read: 4.00e9"
+    assert measuring == [[str(fast)], [str(slow)]]
+    assert told(slow, fast / "a", fast / "b") == "disk_read: 5.00e9"  # together, each disk once
+    assert sorted(measuring.pop()) == sorted(reads)
+    assert told(fast, slow) == "disk_read: 5.00e9"
+    monkeypatch.setattr(measure_hardware, "start", None)
+    for paths, rate in (([str(slow / "made by the run")], 1e9), ([str(fast), str(slow)], 5e9)):
+        words = ["launch.workers=2", "offload=disk", f"offload.disk.paths=[{','.join(paths)}]"]
+        assert hardware_of(composed(words, CONF)).disk_read == rate
+
+
+def test_a_scratch_path_that_the_run_will_make_is_measured_where_it_will_be(tmp_path: Path) -> None:
+    paths = [tmp_path, tmp_path / "made", tmp_path / "missing" / "made"]
+    config = composed(["offload=disk", f"offload.disk.paths=[{','.join(map(str, paths))}]"], CONF)
+    assert scratch_folders(config) == [str(tmp_path), str(tmp_path), str(tmp_path / "missing")]
+    with pytest.raises(DiskError, match="must be a directory that exists"):
+        hardware_of(replace(config, launch=replace(config.launch, workers=7)))
 
 
 def test_torchruns_ranks_do_not_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="without torchrun, python -m dzero hardware"):
+    with pytest.raises(RunError, match=r"without torchrun, python -m dzero hardware$"):
         measured(2)
+    with pytest.raises(RunError, match=r"of /.*, is not measured.* hardware --disk '/a b' \.\."):
+        measured(2, ["/a b", ".."])
 
 
 def test_the_key_is_this_machine() -> None:
@@ -181,7 +233,7 @@ def test_links_and_updates_are_timed() -> None:
 def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("RANK", raising=False)
-    hardware = measured(1, disk=str(tmp_path)).hardware
+    hardware = measured(1, [str(tmp_path)]).hardware
     assert hardware.device_type == "cuda"
     assert 0 < hardware.reserved_bytes < hardware.device_bytes
     assert hardware.host_link is not None

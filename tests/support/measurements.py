@@ -7,7 +7,16 @@ from datetime import UTC, datetime
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measurement_cache import Measurement, MeasurementKey
 
-KEY = MeasurementKey(cpu="abacus", cores=2, host_bytes=16 << 30, device_type="cpu", device="", ranks=2, torch="2.13.0")
+KEY = MeasurementKey(
+    cpu="abacus",
+    cores=2,
+    host_bytes=16 << 30,
+    device_type="cpu",
+    device="",
+    ranks=2,
+    torch="2.13.0",
+    disks=("/scratch",),
+)
 HARDWARE = HardwareConfig(
     name="abacus",
     device_type="cpu",
