@@ -31,8 +31,8 @@ from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, che
 from dzero.optim.grad_views import GradMaker
 from dzero.optim.pipeline_grads import PipelineGrads
 from dzero.utils.numba_views import has_memory
+from dzero.zero.dtensor_operators import watch_operators
 from dzero.zero.dtensors import local_of
-from dzero.zero.partial_scalars import watch_numbers
 from dzero.zero.replica_shards import mesh_of_replica_shards
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
@@ -79,7 +79,7 @@ class Gradients:
         self._device = torch.device(sharded.mesh.device_type)
         replica_mesh = mesh_of_replica_shards(sharded.mesh) if sharded.layout.replica_shards > 1 else None
         if replica_mesh is not None:
-            watch_numbers([replica_mesh])
+            watch_operators([replica_mesh])
         self._units = _shared_with_others(sharded, owned, offload) or [
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, replica_mesh)) for unit in sharded.units
         ]

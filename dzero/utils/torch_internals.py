@@ -134,13 +134,14 @@ MODULES = Seam(
     ),
     "the parameters that modules register, and buffers of checkpoints",
 )
-NUMBERS = Seam(
+OPERATORS = Seam(
     (
         "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
         "torch:ops.aten._local_scalar_dense",
     ),
-    "Python numbers of sharded tensors",
-    "float() and item() of a sharded tensor silently return this rank's part. Call full_tensor() before",
+    "numbers, rows, random values and losses of sharded tensors",
+    "float() and item() of a sharded tensor silently return this rank's part, writes into its rows are lost, and "
+    "F.mse_loss of it has gradients times the ranks. Call full_tensor() before",
 )
 FOREACH = Seam(
     ("torch:_foreach_add_",),
@@ -161,7 +162,7 @@ STORAGES = Seam(
     ("torch:UntypedStorage._new_with_weak_ptr", "torch.multiprocessing.reductions:StorageWeakRef"),
     "empty_init, which makes values again that somebody still has",
 )
-SEAMS = (TENSORS, DTENSORS, MODULES, NUMBERS, FOREACH, MODES, FLASH)
+SEAMS = (TENSORS, DTENSORS, MODULES, OPERATORS, FOREACH, MODES, FLASH)
 """What training needs of torch besides FSDP2."""
 TIMEOUTS = Seam(
     (
@@ -313,11 +314,30 @@ def spec_of(tensor: DTensor) -> Any:
     return tensor._spec
 
 
-def handle_numbers(handler: Callable[[Any, tuple[object, ...], dict[str, object]], Any]) -> None:
-    """Let `handler(operator, args, kwargs)` convert DTensors to Python numbers, in the whole process."""
-    if NUMBERS.is_there:
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        handlers[torch.ops.aten._local_scalar_dense.default] = handler
+def number_operator() -> Any:
+    """Return the operator that makes the Python number of a tensor with one element."""
+    return torch.ops.aten._local_scalar_dense.default
+
+
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+
+
+def handle_operators(handlers: Mapping[Any, Callable[[Any, Arguments, Keywords], Any]]) -> None:
+    """Let each handler, called as `handler(operator, args, kwargs)`, run its operator on DTensors, in this process."""
+    if OPERATORS.is_there:
+        DTensor._op_dispatcher._custom_op_handlers.update(handlers)
+
+
+def run_unhandled(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Run an operator on DTensors without its handler; for use in the handler itself."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[operator] = handler
 
 
 def forget_meshes() -> None:

@@ -268,6 +268,11 @@ def shards_of(group: FSDPParamGroup) -> list[nn.Parameter]:
     return [held.sharded_param for held in group.fsdp_params]
 
 
+def gathered_in(group: FSDPParamGroup) -> list[nn.Parameter]:
+    """Return the unsharded parameters of a group that is gathered, trained or frozen."""
+    return [held.unsharded_param for held in group.fsdp_params]
+
+
 def name_of(group: FSDPParamGroup, index: int) -> str:
     """Return the name of a group's parameter in its root, or at least that of its attribute."""
     held = group.fsdp_params[index]

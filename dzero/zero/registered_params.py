@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.utils.numba_views import has_memory
+from dzero.utils.torch_internals import storage_key, version_of
 from dzero.zero import fsdp_internals as fsdp
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
@@ -96,6 +98,7 @@ class _Shown:
         self._unit, self._group, self._state = unit, group, state
         self._backward_hook = fsdp.backward_hook(state)
         self._data = [_data_of(param) for param in fsdp.shards_of(group)]
+        self._copies = _GatheredCopies(unit, group)
 
     def before_state_dict(self, *_: object) -> None:
         """Raise RuntimeError if `.data` was set, because the state dict would lack the new values."""
@@ -124,10 +127,13 @@ class _Shown:
         elif fsdp.is_unsharded(group):
             fsdp.register_gathered(group)
         unit.is_stale = False
-        if not torch.is_inference_mode_enabled():
-            return run(*args)
-        with torch.inference_mode(mode=False), torch.no_grad():  # training uses this memory later
-            return run(*args)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False), torch.no_grad():  # training uses this memory later
+                found = run(*args)
+        else:
+            found = run(*args)
+        self._copies.note()
+        return found
 
     def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
         """Run FSDP2's `post_forward` so that the backward of this forward fails if parameters change before it.
@@ -136,6 +142,7 @@ class _Shown:
         """
         if fsdp.is_in_backward(self._unit.modules[0]):
             return output
+        self._copies.refuse_writes()
         # FSDP2 is about to register this method as a hook of the output tensors, by which it detects the backward.
         if self._backward_hook is not None:
             hook = partial(_unless_changed, self._unit, self._unit.version, self._backward_hook)
@@ -154,6 +161,51 @@ class _Shown:
             _follow_frozen(self._group)
             fsdp.register_gathered(self._group)
         run(*args)
+
+
+class _GatheredCopies:
+    """Unsharded parameters of a group during its forward, in which a write is lost where they are copies of shards.
+
+    Writes are noticed by version counters, which `.data` goes around. Hence the first forward, where models initialize
+    weights from data, normalize and clamp them, is also compared by a hash of the values. Without shards, where writes
+    are kept, only memory that `.data` was set to is noticed.
+    """
+
+    def __init__(self, unit: Unit, group: fsdp.FSDPParamGroup) -> None:
+        self._unit, self._group, self._are_copies = unit, group, unit.layout.shard > 1
+        self._versions: list[int] = []
+        self._values: list[tuple[int, int]] | None = None
+        self._was_compared = False
+
+    def note(self) -> None:
+        """Note the state of the parameters before a forward."""
+        if self._are_copies or not self._was_compared:
+            params = fsdp.gathered_in(self._group)
+            self._versions = [*map(version_of, params)] if self._are_copies else []
+            self._values = None if self._was_compared else [*map(self._value, params)]
+
+    def refuse_writes(self) -> None:
+        """Raise RuntimeError if the forward has written into a parameter."""
+        if not self._are_copies and self._values is None:
+            return
+        params, values, self._values, self._was_compared = fsdp.gathered_in(self._group), self._values, None, True
+        versions = [*map(version_of, params)] if self._are_copies else []
+        written = [new != old for new, old in zip(versions, self._versions, strict=True)]
+        if not any(written) and values is not None:
+            written = [self._value(param) != value for param, value in zip(params, values, strict=True)]
+        if any(written):
+            name = fsdp.name_of(self._group, written.index(True))
+            raise RuntimeError(
+                f"{name} was written in the forward of unit {self._unit.shape.name or 'root'}, where the write would "
+                "be lost: write parameters between steps under torch.no_grad(), initialize them from data before "
+                "shard(), and take an nn.Embedding without max_norm; zero.stage=0 keeps writes in place"
+            )
+
+    def _value(self, param: nn.Parameter) -> tuple[int, int]:
+        """Return the key of a parameter's storage, and for a copy a hash of its elements if they are plain numbers."""
+        local = local_of(param.detach())
+        plain = self._are_copies and local.is_floating_point() and has_memory(local)
+        return storage_key(local.untyped_storage()), int(torch.hash_tensor(local).item()) if plain else 0
 
 
 def _end_backward(units: list[Unit], stays: bool, run: Callable[[], None]) -> None:

@@ -32,6 +32,7 @@ from dzero.parallel.expert.dispatch import ExpertParallel
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.tile import count_tiles, fill_tiles
 from dzero.streams import Loans, exist
+from dzero.zero.dtensor_operators import watch_operators
 from dzero.zero.fsdp_internals import (
     follow_outputs,
     follow_root,
@@ -55,7 +56,6 @@ from dzero.zero.layout import Layout
 from dzero.zero.offload_config import FROZEN
 from dzero.zero.offloaded_param import HostStorage, TensorStorage, put_on_host
 from dzero.zero.offloaded_state_dicts import hook_state_dicts
-from dzero.zero.partial_scalars import watch_numbers
 from dzero.zero.reduce_buffers import reduce_whole
 from dzero.zero.replica_shards import ReplicaShards
 from dzero.zero.scalar_params import Places, names_of, narrow_in_forward
@@ -153,7 +153,7 @@ class Sharder:
             if self.stages is not None and first is not None:
                 # Backward ends with this unit. FSDP2 would prefetch the one that preceded it in another microbatch.
                 as_fsdp(first).set_modules_to_backward_prefetch([as_fsdp(root)])
-        watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
+        watch_operators(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
         for unit in units:
             unit.watch()
         sharded = Sharded(

@@ -23,7 +23,7 @@ import dzero
 from dzero import AdamW
 from dzero.parallel.context import ring
 from dzero.utils import torch_internals
-from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, NUMBERS, TIMEOUTS, Seam
+from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, OPERATORS, TIMEOUTS, Seam
 from dzero.zero import fsdp_internals
 from dzero.zero.fsdp_internals import CHANGES, FIRST_CALLS
 
@@ -113,7 +113,7 @@ def test_what_cannot_do_without_is_refused_in_one_line(pool: Pool) -> None:
 
 def unchecked(_: int, __: int) -> tuple[list[float], str]:
     """Numbers of sharded parameters, which are DTensor's; a backward that is not refused; and FSDP2's own error."""
-    with lacking(NUMBERS.names[0]), warnings.catch_warnings():
+    with lacking(OPERATORS.names[0]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         handlers.pop(torch.ops.aten._local_scalar_dense.default, None)  # of earlier runs in this process
