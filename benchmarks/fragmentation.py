@@ -86,15 +86,14 @@ def main() -> None:
         small: dict[str, Any] = {"models": ["llama_1b"], "stages": [3], "recompute": ["full"], "layers": 2}
         vars(options).update(small | {"lengths": ["varied"]})
     cases = [*product(options.models, options.stages, options.recompute, options.lengths)]
+    if options.smoke:
+        print(report([measured(options, case) for case in cases]))
+        return
     with ProcessPoolExecutor(options.processes) as pool:
         rows = [*pool.map(partial(measured, options), cases)]
-    text = report(rows)
-    if options.smoke:
-        print(text)
-        return
     config = {key: value for key, value in vars(options).items() if key not in ("smoke", "processes")}
     append_row("fragmentation", {"config": config | {"ranks": RANKS, "microbatches": MICROBATCHES}, "rows": rows})
-    write_table("fragmentation", text)
+    write_table("fragmentation", report(rows))
 
 
 def measured(options: argparse.Namespace, case: tuple[str, int, str, str]) -> dict[str, Any]:

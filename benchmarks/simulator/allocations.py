@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from simulator.caching_allocator import MIN_BLOCK, Block, CachingAllocator, OutOfMemory, round_up
-from simulator.observe import Passes, run_steps
+from simulator.observe import Loss, Passes, run_steps
 from simulator.scenario import Scenario
 from simulator.simulate import simulated_mesh, simulated_rank
 from simulator.storage_meter import Held, StorageMeter, Where
@@ -76,12 +76,11 @@ def record(scenario: Scenario, steps: Sequence[Sequence[int]]) -> Trace:
     recorder = _Recorder()
     streams = patch.object(torch.cpu, "stream", recorder.on)
     with simulated_mesh(scenario) as mesh, streams, simulated_rank(scenario, mesh, recorder) as rank:
-        run: dict[int, Callable[[], torch.Tensor]] = {
-            each: partial(replace(scenario, tokens=each).loss_of(rank.sharded.model), None)
-            for step in steps
-            for each in step
-        }
-        passes = [Passes.each([run[tokens] for tokens in step]) for step in steps]
+
+        def loss_of(tokens: int) -> Loss:
+            return partial(replace(scenario, tokens=tokens).loss_of(rank.sharded.model), None)
+
+        passes = [Passes.each([loss_of(tokens) for tokens in step]) for step in steps]
         run_steps(rank.sharded, rank.optim, passes, recorder)
         return recorder.trace()
 
