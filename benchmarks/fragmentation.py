@@ -73,7 +73,7 @@ WORTH = 0.01
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama_7b"])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--recompute", nargs="+", default=["full", "none"], help="activation checkpoints of blocks")
     parser.add_argument("--lengths", nargs="+", choices=["4096", "varied"], default=["4096", "varied"])
