@@ -46,8 +46,14 @@ class Passes:
     @classmethod
     def alone(cls, microbatches: int, loss: Loss) -> Passes:
         """Return the passes of a whole model: loss / microbatches and at once its backward, per microbatch."""
-        order = [(what, index) for index in range(microbatches) for what in (FORWARD, BACKWARD)]
-        return cls(order, lambda _: loss() / microbatches, lambda _, value: value.backward())  # type: ignore[no-untyped-call]
+        return cls.each([loss] * microbatches)
+
+    @classmethod
+    def each(cls, losses: Sequence[Loss]) -> Passes:
+        """Return the passes of a whole model with a loss for each microbatch."""
+        count = len(losses)
+        order = [(what, index) for index in range(count) for what in (FORWARD, BACKWARD)]
+        return cls(order, lambda index: losses[index]() / count, lambda _, value: value.backward())  # type: ignore[no-untyped-call]
 
 
 FORWARD, BACKWARD, DECIDE = "forward", "backward", "decide"
@@ -102,11 +108,6 @@ def observe(
         meter: The meter, already entered, as are all modes below it.
         left: Called before every unit's backward and at the end of backward, with whether the microbatch is the last.
     """
-    meter.claim("param", [*sharded.named_params().values(), *sharded.model.buffers()])
-    for states in optim.state.values():
-        for key, tensor in states.items():
-            if key != "step":
-                meter.claim("master" if key in ("master", "remainder") else "moments", [tensor])
     observer = _Observer(sharded, optim, meter, left)
     passes = loss if isinstance(loss, Passes) else Passes.alone(sharded.layout.microbatches, loss)
     with observer.hooked(), _without_collections():
@@ -116,6 +117,15 @@ def observe(
         meter.begin()
         observer.step(passes)
     return Observed(meter.moments(), observer.actions, sharded.ledger.take())
+
+
+def run_steps(sharded: Sharded, optim: AdamW, steps: Sequence[Passes], meter: StorageMeter) -> None:
+    """Run steps of different passes one after the other, each after a `begin` of the meter."""
+    observer = _Observer(sharded, optim, meter, lambda _: None)
+    with observer.hooked(), _without_collections():
+        for passes in steps:
+            meter.begin()
+            observer.step(passes)
 
 
 def collective_of(entry: Entry) -> str:
@@ -134,6 +144,11 @@ class _Observer:
         self._inside: list[str] = []
         self._microbatch = 0
         self.actions: list[ObservedAction] = []
+        meter.claim("param", [*sharded.named_params().values(), *sharded.model.buffers()])
+        for states in optim.state.values():
+            for key, tensor in states.items():
+                if key != "step":
+                    meter.claim("master" if key in ("master", "remainder") else "moments", [tensor])
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

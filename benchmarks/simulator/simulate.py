@@ -104,10 +104,8 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
     if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
         raise RuntimeError(f"torch {torch.__version__}: simulation uses private parts of torch {', '.join(TRIED)}")
     layout, layers = scenario.layout(), scenario.model.layers
-    mesh_of, parts = scenario.mesh, scenario.mesh.pp
-    with fake_group(scenario.ranks, part * scenario.ranks // parts), _parameters_stay_themselves():
-        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], tp=mesh_of.tp, pp=parts)
-        if parts > 1:
+    with simulated_mesh(scenario, part) as mesh:
+        if scenario.mesh.pp > 1:
             return _part(scenario, mesh, part)
         shapes = _shapes(scenario, mesh)
         if whole or layers is None or layers <= SHORT + 1 or not _blocks_are_equal(scenario):
@@ -116,6 +114,14 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
             short, long = (_observe(_with_layers(scenario, count), mesh) for count in (SHORT, SHORT + 1))
             observed = repeat(short, long, layers, shapes, expected_decision(layout, shapes))
     return _told(layout, shapes, observed)
+
+
+@contextmanager
+def simulated_mesh(scenario: Scenario, part: int = 0) -> Iterator[DeviceMesh]:
+    """Make a process group that moves nothing, of which this process is the first rank of a pipeline stage."""
+    degrees, parts = scenario.degrees, scenario.mesh.pp
+    with fake_group(scenario.ranks, part * scenario.ranks // parts), _parameters_stay_themselves():
+        yield make_mesh("cpu", replicate=degrees[0], shard=degrees[1], tp=scenario.mesh.tp, pp=parts)
 
 
 def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
@@ -158,23 +164,49 @@ def _check_traffic(
 
 
 def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
+    meter = StorageMeter()
+    with simulated_rank(scenario, mesh, meter, part) as rank:
+        loss: Any = scenario.loss_of(rank.sharded.model, rank.parts)
+        passes = _passes(scenario, rank.parts, loss) if rank.parts else loss
+        return observe(rank.sharded, rank.optim, passes, meter, rank.absent.left)
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """Sharded model of fake tensors and its optimizer, ready for a step."""
+
+    sharded: Sharded
+    optim: AdamW
+    parts: ModelStages | None
+    absent: Absent
+
+
+@contextmanager
+def simulated_rank(scenario: Scenario, mesh: DeviceMesh, meter: StorageMeter, part: int = 0) -> Iterator[SimulatedRank]:
+    """Make the rank of this process, and let `meter` count its storages from the first one on.
+
+    Args:
+        scenario: The run.
+        mesh: Mesh of the scenario, from `simulated_mesh`.
+        meter: The meter, not yet entered.
+        part: Pipeline stage.
+    """
     model = scenario.build()
     working = scenario.layout().param.dtype
     for param in model.parameters():
         param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
     cut = scenario.cut(model, mesh, part)
-    sharded, parts = _sharded_on_meta(scenario, cut), cut.stages
+    sharded = _sharded_on_meta(scenario, cut)
     counted: AbstractContextManager[object] = nullcontext()
     if cut.tensor is not None:
         counted = dtensor_traffic.dtensor_traffic(mesh.get_group(TENSOR), TENSOR, sharded.ledger)
     # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
-    with fake_tensors(), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
+    with fake_tensors(), _NoValues(), meter:  # type: ignore[no-untyped-call]
         sharded.model.to_empty(device="cpu")
         optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
         absent = Absent(BufferLayout(scenario.layout(), sharded.shapes), sharded, optim, meter)
-        loss: Any = scenario.loss_of(sharded.model, parts)
         with cut.loss(), counted:
-            return observe(sharded, optim, _passes(scenario, parts, loss) if parts else loss, meter, absent.left)
+            yield SimulatedRank(sharded, optim, cut.stages, absent)
 
 
 def _passes(scenario: Scenario, parts: ModelStages, run: Callable[[torch.Tensor | None], torch.Tensor]) -> Passes:

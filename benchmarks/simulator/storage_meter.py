@@ -67,7 +67,7 @@ class StorageMoment(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Held:
+class Held:
     """Live storage: its kind, its bytes now, whether its owner claimed it, and whether it has `left` the count.
 
     The weak reference must live as long as the storage, since its callback removes the id, which later storages may
@@ -83,7 +83,7 @@ class _Held:
 
 class _Change(NamedTuple):
     at: int
-    held: _Held
+    held: Held
     by: int
 
 
@@ -93,8 +93,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.where, self.kind = Where(0, "", ""), "temporaries"
-        self._held: dict[int, _Held] = {}
-        self._filled: dict[int, _Held] = {}  # subset that FSDP2 may have filled, and frees by resizing
+        self._held: dict[int, Held] = {}
+        self._filled: dict[int, Held] = {}  # subset that FSDP2 may have filled, and frees by resizing
         self._changes: list[_Change] = []
         self._points: list[Where] = []
 
@@ -151,14 +151,14 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moments.append(StorageMoment(where, tuple(live.values())))
         return moments
 
-    def _see(self, tensor: torch.Tensor) -> _Held | None:
+    def _see(self, tensor: torch.Tensor) -> Held | None:
         """Return the record of a tensor's storage, made if it is new; None for tensors without memory here."""
         if tensor.device.type == "meta" or isinstance(tensor, OffDeviceShard):
             return None
         storage = tensor.untyped_storage()
         held = self._held.get(id(storage))
         if held is None:
-            held = _Held(self.kind, weakref.ref(storage, partial(self._freed, id(storage))))
+            held = Held(self.kind, weakref.ref(storage, partial(self._freed, id(storage))))
             self._held[id(storage)] = held
             self._change(held, storage.nbytes() if storage.resizable() else 0)
         return held
@@ -175,7 +175,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is not None and storage.nbytes() != held.count and storage.resizable():
                 self._change(held, storage.nbytes())
 
-    def _change(self, held: _Held, count: int) -> None:
+    def _change(self, held: Held, count: int) -> None:
         if count != held.count:
             self._changes.append(_Change(len(self._points), held, count - held.count))
             held.count = count
