@@ -8,13 +8,14 @@
     weight[:2] = 0                      torch's error                   the same, and at stage 0 as for whole tensors
     nn.init.normal_(weight), on CPU     the same rows on every rank     rows of what one process draws for the whole
     F.mse_loss(weight, anchor)          gradients times the ranks       gradients of the whole mean
+    loss + weight.norm()                an error in backward            the gradient of `loss` is an ordinary tensor
 
 Only DTensors on meshes of sharded models are affected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -37,6 +38,7 @@ from dzero.zero.dtensors import local_of
 from dzero.zero.watched_tensor import WatchedTensor
 
 aten = torch.ops.aten
+SUMS = (aten.add.Tensor, aten.sub.Tensor)
 VIEWS = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default)
 FILLS = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float)
 DRAWS = (aten.randn_like.default, aten.rand_like.default)
@@ -54,11 +56,17 @@ _meshes: WeakSet[DeviceMesh] = WeakSet()
 def watch_operators(meshes: Iterable[DeviceMesh]) -> None:
     """Run operators on DTensors on `meshes` as the table says from now on."""
     _meshes.update(meshes)
-    by_operator: dict[Any, Callable[..., Any]] = {number_operator(): _number}
-    by_operator[aten.fill_.Tensor] = _set
-    for handler, operators in ((_view, VIEWS), (_fill, FILLS), (_draw, DRAWS), (_loss_backward, BACKWARDS)):
-        by_operator |= dict.fromkeys(operators, handler)
-    handle_operators(by_operator)
+    handle_operators(
+        {
+            number_operator(): _number,
+            aten.fill_.Tensor: _set,
+            **dict.fromkeys(SUMS, _add),
+            **dict.fromkeys(VIEWS, _view),
+            **dict.fromkeys(FILLS, _fill),
+            **dict.fromkeys(DRAWS, _draw),
+            **dict.fromkeys(BACKWARDS, _loss_backward),
+        }
+    )
 
 
 def _cut_along(tensor: Any) -> list[Placement]:
@@ -80,6 +88,19 @@ def _number(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
         f"item() or float() of a DTensor whose ranks have different parts ({cut[0]}), as of p.grad.norm(): "
         "call .full_tensor() of it on all ranks before; optim.last_decision has the norm of all gradients"
     )
+
+
+def _add(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Add, and let the gradient of an ordinary tensor beside a DTensor be ordinary: that of a loss, say."""
+    if any(isinstance(each, DTensor) and each.device_mesh in _meshes for each in args):
+        for each in args:
+            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor) and each.requires_grad:
+                each.register_hook(_as_ordinary)  # type: ignore[no-untyped-call]
+    return run_unhandled(operator, args, kwargs)
+
+
+def _as_ordinary(grad: torch.Tensor) -> torch.Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 class _Copy:

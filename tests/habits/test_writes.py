@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -192,34 +191,39 @@ LOSSES: dict[str, Any] = {
     "sum": lambda a, b: F.mse_loss(a, b, reduction="sum"),
     "none": lambda a, b: F.mse_loss(a, b, reduction="none").sum(),
     "by hand": lambda a, b: (a - b).square().mean(),
+    "norm": lambda a, b: 0.1 * a.norm() + (a * b).sum(),
 }
 
 
-def regularized(rank: int, ranks: int, stage: int, offload: str | None) -> dict[str, Tensor]:
+def regularized(rank: int, ranks: int, stage: int, offload: str | None, made_whole: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     sharded = shard(nn.Sequential(nn.Linear(6, 9, bias=False)), stage, precision="fp32", offload=offload)
     optim = AdamW(sharded)
-    return grads_of_losses(sharded.model, optim)
+    return grads_of_losses(sharded.model, optim, made_whole=made_whole)
 
 
-def grads_of_losses(model: nn.Module, optim: Any) -> dict[str, Tensor]:
+def grads_of_losses(model: nn.Module, optim: Any, *, made_whole: bool = False) -> dict[str, Tensor]:
     """Gradients of losses of a weight and its anchor, as of L2-SP and EWC."""
     found = {}
     for name, loss in LOSSES.items():
         optim.zero_grad()
         weight = model.get_parameter("0.weight")
-        (model(torch.ones(2, 6)).sum() + whole(loss(weight, copy.copy(weight.detach()) * 0.5))).backward()
+        penalty = loss(weight, weight.detach() * 0.5)
+        (model(torch.ones(2, 6)).sum() + (whole(penalty) if made_whole else penalty)).backward()
         assert weight.grad is not None
         found[name] = whole(weight.grad).clone()
     return found
 
 
+@pytest.mark.parametrize("made_whole", [False, True], ids=["added", "full_tensor"])
 @pytest.mark.parametrize(("stage", "offload"), TIERS)
-def test_a_mean_loss_of_a_weight_has_the_gradient_of_the_whole(pool: Pool, stage: int, offload: str | None) -> None:
-    """DTensor by itself divides the gradient by the elements of this rank's part."""
+def test_a_loss_of_a_weight_has_the_gradient_of_the_whole(
+    pool: Pool, stage: int, offload: str | None, made_whole: bool
+) -> None:
+    """DTensor divides the gradient of a mean by the elements of this rank's part, and cannot be added to a loss."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9, bias=False))
     expected = grads_of_losses(model, torch.optim.SGD(model.parameters()))
-    for found in pool.run(regularized, 2, stage, offload):
+    for found in pool.run(regularized, 2, stage, offload, made_whole):
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, msg=name)
