@@ -867,3 +867,27 @@ def test_a_unit_may_return_its_parameter_or_a_view_of_it(pool: Pool, stage: int)
     expected = table_returned(0, 1, None)
     for losses in pool.run(table_returned, 2, stage):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+class Cut(Positioned):
+    """The same of one row, which a function over a batch of them takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(x + self.tables[0](1)[0]))
+        return out
+
+
+def mapped(rank: int, ranks: int, stage: int) -> bool:
+    """Whether torch.func's vmap and jvp of a sharded model give what plain torch's give."""
+    plain, x = Cut(), torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    model = shard(copy.deepcopy(plain), ZeroConfig(stage=stage), precision="fp32").model
+    plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        mapped_alike = torch.equal(torch.func.vmap(model)(x), torch.func.vmap(plain)(x))
+        pairs = zip(torch.func.jvp(model, (x,), (x,)), torch.func.jvp(plain, (x,), (x,)), strict=True)
+        return mapped_alike and all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_transforms_of_torch_take_a_sharded_model(pool: Pool, stage: int) -> None:
+    assert pool.run(mapped, 2, stage) == [True, True]
