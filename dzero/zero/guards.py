@@ -4,6 +4,7 @@ The checks are:
 
     shard() of a model that is already sharded          error
     parameters tied by .data, modules added later       error
+    another dtype: model.to(dtype), half(), float()     error
     load_state_dict(assign=True)                        copies, with a warning; error for parameters on meta
     load_state_dict of what another rank saved          error
     save_pretrained of the model itself                 error
@@ -27,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.utils.numba_views import has_memory
-from dzero.utils.torch_internals import is_compiled, registered
+from dzero.utils.torch_internals import Convert, check_conversions, is_compiled, registered
 from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
@@ -99,6 +100,26 @@ def _copy(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[
         "load_state_dict(assign=True) of a sharded model copies the values: its shards belong to the optimizer as well",
         stacklevel=2,
     )
+
+
+def refuse_other_dtypes(model: nn.Module) -> None:
+    """Make `to(dtype)`, `half()` and the like of the model and of modules in it raise before they change anything."""
+    for module in model.modules():
+        if any(True for _ in module.parameters()):
+            check_conversions(module, _refuse_dtype)
+
+
+def _refuse_dtype(module: nn.Module, convert: Convert) -> None:
+    param = next((param for param in module.parameters() if param.is_floating_point()), None)
+    if param is None:
+        return
+    dtype = convert(torch.empty(0, dtype=param.dtype, device=param.device)).dtype
+    if dtype != param.dtype:
+        raise RuntimeError(
+            f"{type(module).__name__}: to({dtype}) of a sharded model, whose parameters are {param.dtype} and belong "
+            "to its optimizer as well: choose the dtype before, by precision.param=fp32, bf16 or fp16, as in "
+            "shard(model, precision='bf16')"
+        )
 
 
 def refuse_own_save(model: nn.Module) -> None:

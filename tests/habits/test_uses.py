@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops_of_torch import OPTIONS, whole
+from loops_of_torch import HOST, OPTIONS, whole
 from models_of_torch import LOOPS, Boxed, Net, Training, batches_of, build, sharded_of
 from pool import Pool
 from torch import Tensor, nn
@@ -375,6 +376,59 @@ def test_setting_data_of_a_parameter_is_refused(pool: Pool, stage: int, offload:
     """It would be ignored, and the model would go on with its old values."""
     for told in pool.run(data_set, 2, stage, offload, how):
         assert all(".data was set to another tensor" in each for each in told)
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "to a tensor": lambda model: model.to(torch.ones(1, dtype=torch.float16)),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "double": lambda model: model.double(),
+    "type": lambda model: model.type(torch.float64),
+    "a unit": lambda model: model.blocks[0].half(),
+    "a layer": lambda model: model.head.to(torch.bfloat16),
+    "a layer of a unit": lambda model: model.blocks[1].up.double(),
+}
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "float": lambda model: model.float(),
+    "to": lambda model: model.to("cpu", torch.float32),
+    "cpu": lambda model: model.cpu(),
+    "a layer": lambda model: model.head.to(torch.float32),
+    "a module without parameters": lambda model: model.norm.half(),
+}
+
+
+def converted(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> list[str]:
+    """What is said of conversions to another dtype; those to the same dtype and device change nothing."""
+    torch.manual_seed(0)
+    model: Any = build("Net")
+    model.norm = nn.BatchNorm1d(2, affine=False)  # has buffers only, and comes last
+    model.blocks.register_buffer("table", torch.ones(2))
+    sharded = shard(model, ZeroConfig(stage=stage), precision="fp32", offload=OffloadConfig(**offload))
+    optim, told = AdamW(sharded), []
+    for when in ("before a step", "after it"):
+        before = snapshot(sharded, optim)
+        for convert in CONVERSIONS.values():
+            with pytest.raises(RuntimeError) as refused:
+                convert(model)
+            told.append(str(refused.value))
+        for convert in KEPT.values():
+            convert(model)
+        assert unequal(snapshot(sharded, optim), before) == [], when
+        assert model.blocks.table.dtype == torch.float32
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+    assert model.norm.running_mean.dtype == torch.float16
+    return told
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, HOST), (3, {"param": "host", **HOST})])
+def test_a_sharded_model_keeps_its_dtype(pool: Pool, stage: int, offload: dict[str, str]) -> None:
+    """With states off the device, the optimizer would end in a KeyError; else training would go on without masters."""
+    for said in pool.run(converted, 2, stage, offload):
+        assert all("whose parameters are torch.float32 and belong to its optimizer as well" in each for each in said)
+        assert said[0].startswith("Net: to(torch.bfloat16) of a sharded model")
+        assert "precision.param=fp32, bf16 or fp16" in said[0]
 
 
 def head_again(rank: int, ranks: int, stage: int) -> bool:
