@@ -3,6 +3,7 @@
 The checks are:
 
     shard() of a model that is already sharded          error
+    an embedding with sparse gradients                  error
     parameters tied by .data, modules added later       error
     another dtype: model.to(dtype), half(), float()     error
     load_state_dict(assign=True)                        copies, with a warning; error for parameters on meta
@@ -60,6 +61,27 @@ def refuse_cut(model: nn.Module) -> None:
                     f"{first} and {second} lie in the same memory (tied by .data), which shards of their own would "
                     "untie: let both modules have one parameter (second.weight = first.weight)"
                 )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise ValueError if the gradient of a parameter would be sparse, which FSDP2's reductions do not take.
+
+    The gradient is dense, and thus taken, if another module has the parameter too, such as a tied head.
+    """
+    dense: set[nn.Parameter | None] = set()
+    sparse: dict[nn.Parameter, str] = {}
+    for name, module in model.named_modules():
+        weight = registered(module).get("weight")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and weight is not None:
+            sparse.setdefault(weight, name)
+        else:
+            dense.update(registered(module).values())
+    for param, name in sparse.items():
+        if param.requires_grad and param not in dense:
+            raise ValueError(
+                f"{name or 'the model'} is made with sparse=True, but sparse gradients cannot be reduced over ranks: "
+                "take sparse=False (or set its attribute sparse to False before shard()), which has the same gradients"
+            )
 
 
 def refuse_unknown(model: nn.Module, known: Iterable[nn.Parameter]) -> None:

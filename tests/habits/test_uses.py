@@ -945,3 +945,55 @@ def mapped(rank: int, ranks: int, stage: int) -> bool:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_transforms_of_torch_take_a_sharded_model(pool: Pool, stage: int) -> None:
     assert pool.run(mapped, 2, stage) == [True, True]
+
+
+class Words(nn.Module):
+    """A model whose embedding has sparse gradients. `how`: what else there is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        made = nn.EmbeddingBag if how == "bag" else nn.Embedding
+        self.embed = made(4, 8, sparse=True, mode="mean") if how == "bag" else made(4, 8, sparse=True)
+        self.head = nn.Linear(8, 4, bias=False)
+        if how == "tied":
+            self.head.weight = self.embed.weight
+        if how == "frozen":
+            self.embed.requires_grad_(False)
+        self.embed.sparse = how != "set to dense"
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(words))
+        return out
+
+
+def sparse(rank: int, ranks: int, stage: int, how: str) -> float | str:
+    """How far the head's gradient is from plain torch's, or what `shard` says."""
+    torch.manual_seed(0)
+    model, words = Words(how), torch.tensor([[1, 2], [2, 3]])
+    plain = copy.deepcopy(model)
+    plain(words).square().sum().backward()
+    try:
+        sharded = shard(model, stage, precision="fp32")
+    except ValueError as error:
+        return str(error)
+    optim = AdamW(sharded)
+    sharded.model(words).square().sum().backward()
+    head = sharded.named_params().get("head.weight", sharded.model.embed.weight)  # type: ignore[union-attr]
+    gap = (whole(head.grad) - plain.head.weight.grad).abs().max()  # type: ignore[arg-type, operator, union-attr]
+    optim.step()
+    return float(gap)
+
+
+@pytest.mark.parametrize("how", ["alone", "bag"])
+def test_an_embedding_with_sparse_gradients_is_refused(pool: Pool, how: str) -> None:
+    """FSDP2 has no reduction of sparse gradients at any stage."""
+    for stage in (0, 3):
+        for told in pool.run(sparse, 2, stage, how):
+            assert str(told).startswith("embed is made with sparse=True")
+            assert "take sparse=False" in str(told)
+
+
+@pytest.mark.parametrize("how", ["tied", "frozen", "set to dense"])
+def test_it_is_taken_where_its_gradient_is_dense_or_none(pool: Pool, how: str) -> None:
+    for stage in (0, 3):
+        assert max(map(float, pool.run(sparse, 2, stage, how))) < 1e-6
