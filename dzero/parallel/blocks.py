@@ -1,7 +1,8 @@
 """Block transformations that leave the model unchanged: tiling, activation checkpointing and compilation.
 
-Blocks are the elements of the model's outermost ModuleLists and Sequentials. Each gets a subclass of its own class,
-with the same name, whose forward is wrapped. Parameters, their names and the block's attributes stay as they are. Apply
+Blocks are the elements of the model's outermost ModuleLists and Sequentials, or where an element has no forward, such
+as a ModuleList of attention and MLP, the modules in it that have one. Each gets a subclass of its own class, with the
+same name, whose forward is wrapped. Parameters, their names and the block's attributes stay as they are. Apply
 the transformations before the model is sharded: the hooks that gather a unit then run outside the wrapped forward, once
 in forward and once in backward, and the parameters are gathered during recomputation.
 
@@ -117,13 +118,22 @@ def _embedding_of(model: nn.Module, config: BlockConfig) -> nn.Module:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the elements with parameters of all outermost ModuleLists and Sequentials, in order."""
+    """Return (name, module) of the elements with parameters of all outermost ModuleLists and Sequentials, in order.
+
+    An element that is not called, because it has no forward, is replaced by the outermost modules in it that are.
+    """
     return [(name, block) for name, block in _elements("", model) if any(True for _ in block.parameters())]
 
 
-def _elements(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward; lists, dicts and a bare nn.Module() only hold others, or parameters."""
+    return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _elements(prefix: str, module: nn.Module, is_listed: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    is_listed = is_listed or isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if is_listed and is_called(child):
             yield f"{prefix}{name}", child
         else:
-            yield from _elements(f"{prefix}{name}.", child)
+            yield from _elements(f"{prefix}{name}.", child, is_listed)

@@ -22,6 +22,7 @@ from importlib import import_module
 from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -128,11 +129,12 @@ DTENSORS = Seam(
 )
 MODULES = Seam(
     (
+        "torch.nn:Module._apply",
         "torch.nn:Module._parameters",
         "torch.nn:Module._non_persistent_buffers_set",
         "torch.nn:Module._compiled_call_impl",
     ),
-    "the parameters that modules register, and buffers of checkpoints",
+    "the parameters that modules register, their dtypes, and buffers of checkpoints",
 )
 OPERATORS = Seam(
     (
@@ -260,6 +262,24 @@ def add_each(into: list[torch.Tensor], more: list[torch.Tensor]) -> None:
 def registered(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict in which a module itself registers parameters; tensors of any kind can be put there."""
     return module._parameters
+
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+"""Function that `to`, `half`, `cuda` and the like apply to each parameter and buffer of a module."""
+
+
+def check_conversions(module: nn.Module, check: Callable[[nn.Module, Convert], None]) -> None:
+    """Call `check(module, convert)` before a module's tensors are converted; it raises to refuse."""
+    here = ref(module)  # a module that referred to itself would be freed late
+
+    def apply(convert: Convert, *args: Any, **kwargs: Any) -> nn.Module:
+        module = here()
+        assert module is not None
+        check(module, convert)
+        convert_module: Callable[..., nn.Module] = type(module)._apply
+        return convert_module(module, convert, *args, **kwargs)
+
+    module._apply = apply  # type: ignore[method-assign, assignment]
 
 
 def storage_of(weak: StorageWeakRef) -> torch.UntypedStorage | None:

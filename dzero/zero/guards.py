@@ -3,7 +3,9 @@
 The checks are:
 
     shard() of a model that is already sharded          error
+    an embedding with sparse gradients                  error
     parameters tied by .data, modules added later       error
+    another dtype: model.to(dtype), half(), float()     error
     load_state_dict(assign=True)                        copies, with a warning; error for parameters on meta
     load_state_dict of what another rank saved          error
     save_pretrained of the model itself                 error
@@ -27,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.utils.numba_views import has_memory
-from dzero.utils.torch_internals import is_compiled, registered
+from dzero.utils.torch_internals import Convert, check_conversions, is_compiled, registered
 from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
@@ -59,6 +61,27 @@ def refuse_cut(model: nn.Module) -> None:
                     f"{first} and {second} lie in the same memory (tied by .data), which shards of their own would "
                     "untie: let both modules have one parameter (second.weight = first.weight)"
                 )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise ValueError if the gradient of a parameter would be sparse, which FSDP2's reductions do not take.
+
+    The gradient is dense, and thus taken, if another module has the parameter too, such as a tied head.
+    """
+    dense: set[nn.Parameter | None] = set()
+    sparse: dict[nn.Parameter, str] = {}
+    for name, module in model.named_modules():
+        weight = registered(module).get("weight")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and weight is not None:
+            sparse.setdefault(weight, name)
+        else:
+            dense.update(registered(module).values())
+    for param, name in sparse.items():
+        if param.requires_grad and param not in dense:
+            raise ValueError(
+                f"{name or 'the model'} is made with sparse=True, but sparse gradients cannot be reduced over ranks: "
+                "take sparse=False (or set its attribute sparse to False before shard()), which has the same gradients"
+            )
 
 
 def refuse_unknown(model: nn.Module, known: Iterable[nn.Parameter]) -> None:
@@ -99,6 +122,26 @@ def _copy(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[
         "load_state_dict(assign=True) of a sharded model copies the values: its shards belong to the optimizer as well",
         stacklevel=2,
     )
+
+
+def refuse_other_dtypes(model: nn.Module) -> None:
+    """Make `to(dtype)`, `half()` and the like of the model and of modules in it raise before they change anything."""
+    for module in model.modules():
+        if any(True for _ in module.parameters()):
+            check_conversions(module, _refuse_dtype)
+
+
+def _refuse_dtype(module: nn.Module, convert: Convert) -> None:
+    param = next((param for param in module.parameters() if param.is_floating_point()), None)
+    if param is None:
+        return
+    dtype = convert(torch.empty(0, dtype=param.dtype, device=param.device)).dtype
+    if dtype != param.dtype:
+        raise RuntimeError(
+            f"{type(module).__name__}: to({dtype}) of a sharded model, whose parameters are {param.dtype} and belong "
+            "to its optimizer as well: choose the dtype before, by precision.param=fp32, bf16 or fp16, as in "
+            "shard(model, precision='bf16')"
+        )
 
 
 def refuse_own_save(model: nn.Module) -> None:

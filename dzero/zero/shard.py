@@ -19,7 +19,7 @@ from dzero.zero import fsdp_internals
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, sums_exactly
 from dzero.zero.empty_init import EmptyInit
 from dzero.zero.float8_layers import convert_linear_layers
-from dzero.zero.guards import refuse_cut
+from dzero.zero.guards import refuse_cut, refuse_sparse
 from dzero.zero.init_params import Materialise
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OFFLOADS, OffloadConfig
@@ -124,6 +124,7 @@ def shard(
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
     refuse_cut(whole)
+    refuse_sparse(whole)
     float8 = convert_linear_layers(
         whole,
         precision,

@@ -47,6 +47,7 @@ from dzero.zero.guards import (
     keep_class_name,
     let_accelerate_return,
     refuse_lost_writes,
+    refuse_other_dtypes,
     refuse_outside_forward,
     refuse_own_save,
 )
@@ -137,6 +138,7 @@ class Sharder:
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
         for root in self.roots:
             check_loads(root)
+            refuse_other_dtypes(root)
             refuse_own_save(root)
             self._let_generate(root)
             let_accelerate_return(root)

@@ -6,12 +6,14 @@ transforms. Of the whole model all arguments are cast but those without dimensio
 it meets, and may be one that 16 bits cannot hold, such as the count of tokens that Trainer divides its loss by.
 
 A unit may return a parameter of its own, or a view of one, such as the first rows of a table of positions. FSDP2 frees
-that memory after the unit's forward, and a read of it would end the process. The unit returns a copy.
+that memory after the unit's forward, and a read of it would end the process. The unit returns a copy. Tensors that a
+transform of torch.func wraps, such as those of `vmap`, do not tell their memory, so they are copied in any case.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -42,13 +44,21 @@ def _copy_params(module: nn.Module, _: object, output: Any) -> Any:
     """Replace tensors of `output` in the memory of parameters; only those that no operation made can be there."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and base_of(leaf).is_leaf]
     params = {_storage_of(param) for param in module.parameters()} if leaves else set()
-    if not any(_storage_of(leaf) in params for leaf in leaves):
+    if not any(_may_be_in(leaf, params) for leaf in leaves):
         return None
 
     def own(leaf: Any) -> Any:
-        return leaf.clone() if base_of(leaf).is_leaf and _storage_of(leaf) in params else leaf
+        return leaf.clone() if base_of(leaf).is_leaf and _may_be_in(leaf, params) else leaf
 
     return tree_map_only(torch.Tensor, own, output)
+
+
+def _may_be_in(tensor: torch.Tensor, storages: Collection[int]) -> bool:
+    """Return whether a tensor is in one of `storages`; True where torch.func wraps it, which hides its storage."""
+    try:
+        return _storage_of(tensor) in storages
+    except NotImplementedError:
+        return True
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import nn
 
 from dzero.hardware import format_bytes
+from dzero.parallel.blocks import is_called
 from dzero.utils.torch_internals import registered
 from dzero.zero.dtensors import local_of
 from dzero.zero.unit_shapes import UnitShape
@@ -61,7 +62,7 @@ def with_parts(unit: Unit, most_elems: int, inner: Collection[nn.Parameter], mod
         part = waiting.pop(path)
         inside = {f"{path}.{below}": each for below, each in _divided(part).items()}
         alone = all(param not in inner and all(part in way for way in ways[param]) for param in part.parameters())
-        called = type(part).forward is not nn.Module.forward and not (_is_of_torch(part) and any(part.children()))
+        called = is_called(part) and not (_is_of_torch(part) and any(part.children()))
         if inside and not (alone and called and elems[part] <= most_elems):
             waiting |= inside
         elif alone and called and 0 < elems[part] < rest:  # without the last, the unit would have no parameters

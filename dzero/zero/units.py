@@ -2,9 +2,10 @@
 
 A *unit* is a list of modules that share one collective. By default, units are the transformer blocks (those that share
 weights are one unit), and a large input embedding and output head. All else (final norm, small or tied embeddings and
-heads) belongs to the last unit, the root. Units inside units are gathered only for their own forward and backward, and
-precede the unit around them: tiles (parallel/tiling/tile.py), shared experts (parallel/expert/dispatch.py), and the
-parts of a block that is larger than `zero.unit_bytes` (zero/unit_parts.py).
+heads) belongs to the last unit, the root. A unit is gathered when it is called, so a module without a forward is none.
+Units inside units are gathered only for their own forward and backward, and precede the unit around them: tiles
+(parallel/tiling/tile.py), shared experts (parallel/expert/dispatch.py), and the parts of a block that is larger than
+`zero.unit_bytes` (zero/unit_parts.py).
 
 Note: embeddings and heads. A weight that is read outside of its module's forward, for instance by a loss made from
 `head.weight`, cannot be in a unit of its own, because it is a shard there. Whether a model does so cannot be detected
@@ -34,7 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.hardware import dtype_of
-from dzero.parallel.blocks import find_blocks
+from dzero.parallel.blocks import find_blocks, is_called
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.conv1d import FusedProjection, RowsProjection
 from dzero.parallel.tiling.tile import find_tiles
@@ -62,7 +63,7 @@ class UnitChoice:
 
     Attributes:
         class_names: Classes whose modules are units; empty for blocks and ends.
-        is_unit: Predicate of modules that are units, in place of classes.
+        is_unit: Predicate of modules that are units, in place of classes. Modules without a forward are passed over.
         most_elems: Elements beyond which a unit is split into parts. None: no unit is.
     """
 
@@ -87,9 +88,9 @@ def find_units(
 
     Tiles and shared experts come first, then the others in the order of the model's modules, each after its parts. By
     default these are the elements of the outermost ModuleLists and Sequentials (the model itself may be a Sequential),
-    after the input embedding and before the output head where the module's note allows these. Of nested modules, the
-    outer one is the unit. Units that share parameters are joined, or belong to the root if they share parameters with
-    it.
+    after the input embedding and before the output head where the module's note allows these. Elements without a
+    forward are replaced by the modules in them that have one. Of nested modules, the outer one is the unit. Units that
+    share parameters are joined, or belong to the root if they share parameters with it.
 
     Args:
         model: The model, or one pipeline stage.
@@ -97,12 +98,13 @@ def find_units(
         experts: Shared experts by name; those outside of `model` are ignored.
 
     Raises:
-        ValueError: If no unit has one of the chosen classes, or if a tied parameter was tiled.
+        ValueError: If no unit has one of the chosen classes, if a module of a chosen class has no forward, or if a tied
+            parameter was tiled.
     """
     if choice.class_names:
         named = _by_class(model, choice.class_names)
     else:
-        named = _blocks_and_ends(model) if choice.is_unit is None else _outermost(model, choice.is_unit)
+        named = _blocks_and_ends(model) if choice.is_unit is None else _by_predicate(model, choice.is_unit)
     here = {*model.modules()}
     inner = [*find_tiles(model), *((name, module) for name, module in (experts or {}).items() if module in here)]
     held = {param for _, each in inner for param in each.parameters()}
@@ -132,7 +134,18 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, n
         raise ValueError(
             f"zero.units={sorted(missing)}: no such modules outside the other units; the model has {present}"
         )
+    for name, module in found:
+        if not is_called(module):
+            inside = sorted({type(m).__name__ for m in module.modules() if is_called(m) and [*m.parameters()]})
+            raise ValueError(
+                f"zero.units=[{type(module).__name__}]: {name} has no forward, so that nothing would gather its "
+                f"parameters; name classes of modules in it that are called, of {inside}, or leave zero.units unset"
+            )
     return found
+
+
+def _by_predicate(model: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    return _outermost(model, lambda module: is_called(module) and is_unit(module))
 
 
 def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:

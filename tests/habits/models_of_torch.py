@@ -123,6 +123,37 @@ class Parametrized(Net):
         spectral_norm(self.blocks[1].down)
 
 
+class Holder(nn.Module):
+    """Modules and a parameter, without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+
+class Nested(Net):
+    """Blocks that are never called, since they are lists, dicts and modules without forward: their modules are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [
+                nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())]),
+                nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.ParameterList([torch.ones(WIDTH)])}),
+                Holder(),
+            ]
+        )
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        blocks: Any = self.blocks
+        first, second = blocks[0]
+        x = second(first(self.embed(x)))
+        x = blocks[1]["a"](x) * blocks[1]["b"][0]
+        out: Tensor = self.head(torch.tanh(blocks[2].parts[0](x)) * blocks[2].scale)
+        return out
+
+
 class InPlace(Net):
     """Layers whose outputs, views as the layers have biases, are written in place."""
 
@@ -277,6 +308,7 @@ MODELS: dict[str, type[Net]] = {
         PartlyFrozen,
         Unused,
         Parametrized,
+        Nested,
         InPlace,
         InPlaceAlone,
         Scalars,

@@ -11,7 +11,7 @@ from pool import Pool
 
 TOLERANCE = 1e-6
 STAGES = (0, 1, 2, 3)
-COMMON = [name for name in MODELS if name not in ("Net", "Branch", "Memoised")]
+COMMON = [name for name in MODELS if name not in ("Net", "Branch", "Memoised", "Nested")]
 
 
 def check(
@@ -39,6 +39,10 @@ def check(
 @pytest.mark.parametrize("model", COMMON)
 def test_a_model_gives_what_torch_gives(pool: Pool, model: str, ranks: int, microbatches: int) -> None:
     check(pool, model, "plain", ranks, microbatches, {})
+
+
+def test_containers_without_forward_may_be_nested(pool: Pool) -> None:
+    check(pool, "Nested", "plain", 2, 1, {})
 
 
 @pytest.mark.product(keep=9)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops_of_torch import OPTIONS, whole
+from loops_of_torch import HOST, OPTIONS, whole
 from models_of_torch import LOOPS, Boxed, Net, Training, batches_of, build, sharded_of
 from pool import Pool
 from torch import Tensor, nn
@@ -375,6 +376,59 @@ def test_setting_data_of_a_parameter_is_refused(pool: Pool, stage: int, offload:
     """It would be ignored, and the model would go on with its old values."""
     for told in pool.run(data_set, 2, stage, offload, how):
         assert all(".data was set to another tensor" in each for each in told)
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "to a tensor": lambda model: model.to(torch.ones(1, dtype=torch.float16)),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "double": lambda model: model.double(),
+    "type": lambda model: model.type(torch.float64),
+    "a unit": lambda model: model.blocks[0].half(),
+    "a layer": lambda model: model.head.to(torch.bfloat16),
+    "a layer of a unit": lambda model: model.blocks[1].up.double(),
+}
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "float": lambda model: model.float(),
+    "to": lambda model: model.to("cpu", torch.float32),
+    "cpu": lambda model: model.cpu(),
+    "a layer": lambda model: model.head.to(torch.float32),
+    "a module without parameters": lambda model: model.norm.half(),
+}
+
+
+def converted(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> list[str]:
+    """What is said of conversions to another dtype; those to the same dtype and device change nothing."""
+    torch.manual_seed(0)
+    model: Any = build("Net")
+    model.norm = nn.BatchNorm1d(2, affine=False)  # has buffers only, and comes last
+    model.blocks.register_buffer("table", torch.ones(2))
+    sharded = shard(model, ZeroConfig(stage=stage), precision="fp32", offload=OffloadConfig(**offload))
+    optim, told = AdamW(sharded), []
+    for when in ("before a step", "after it"):
+        before = snapshot(sharded, optim)
+        for convert in CONVERSIONS.values():
+            with pytest.raises(RuntimeError) as refused:
+                convert(model)
+            told.append(str(refused.value))
+        for convert in KEPT.values():
+            convert(model)
+        assert unequal(snapshot(sharded, optim), before) == [], when
+        assert model.blocks.table.dtype == torch.float32
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+    assert model.norm.running_mean.dtype == torch.float16
+    return told
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, HOST), (3, {"param": "host", **HOST})])
+def test_a_sharded_model_keeps_its_dtype(pool: Pool, stage: int, offload: dict[str, str]) -> None:
+    """With states off the device, the optimizer would end in a KeyError; else training would go on without masters."""
+    for said in pool.run(converted, 2, stage, offload):
+        assert all("whose parameters are torch.float32 and belong to its optimizer as well" in each for each in said)
+        assert said[0].startswith("Net: to(torch.bfloat16) of a sharded model")
+        assert "precision.param=fp32, bf16 or fp16" in said[0]
 
 
 def head_again(rank: int, ranks: int, stage: int) -> bool:
@@ -867,3 +921,79 @@ def test_a_unit_may_return_its_parameter_or_a_view_of_it(pool: Pool, stage: int)
     expected = table_returned(0, 1, None)
     for losses in pool.run(table_returned, 2, stage):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+class Cut(Positioned):
+    """The same of one row, which a function over a batch of them takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(x + self.tables[0](1)[0]))
+        return out
+
+
+def mapped(rank: int, ranks: int, stage: int) -> bool:
+    """Whether torch.func's vmap and jvp of a sharded model give what plain torch's give."""
+    plain, x = Cut(), torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    model = shard(copy.deepcopy(plain), ZeroConfig(stage=stage), precision="fp32").model
+    plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        mapped_alike = torch.equal(torch.func.vmap(model)(x), torch.func.vmap(plain)(x))
+        pairs = zip(torch.func.jvp(model, (x,), (x,)), torch.func.jvp(plain, (x,), (x,)), strict=True)
+        return mapped_alike and all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_transforms_of_torch_take_a_sharded_model(pool: Pool, stage: int) -> None:
+    assert pool.run(mapped, 2, stage) == [True, True]
+
+
+class Words(nn.Module):
+    """A model whose embedding has sparse gradients. `how`: what else there is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        made = nn.EmbeddingBag if how == "bag" else nn.Embedding
+        self.embed = made(4, 8, sparse=True, mode="mean") if how == "bag" else made(4, 8, sparse=True)
+        self.head = nn.Linear(8, 4, bias=False)
+        if how == "tied":
+            self.head.weight = self.embed.weight
+        if how == "frozen":
+            self.embed.requires_grad_(False)
+        self.embed.sparse = how != "set to dense"
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(words))
+        return out
+
+
+def sparse(rank: int, ranks: int, stage: int, how: str) -> float | str:
+    """How far the head's gradient is from plain torch's, or what `shard` says."""
+    torch.manual_seed(0)
+    model, words = Words(how), torch.tensor([[1, 2], [2, 3]])
+    plain = copy.deepcopy(model)
+    plain(words).square().sum().backward()
+    try:
+        sharded = shard(model, stage, precision="fp32")
+    except ValueError as error:
+        return str(error)
+    optim = AdamW(sharded)
+    sharded.model(words).square().sum().backward()
+    head = sharded.named_params().get("head.weight", sharded.model.embed.weight)  # type: ignore[union-attr]
+    gap = (whole(head.grad) - plain.head.weight.grad).abs().max()  # type: ignore[arg-type, operator, union-attr]
+    optim.step()
+    return float(gap)
+
+
+@pytest.mark.parametrize("how", ["alone", "bag"])
+def test_an_embedding_with_sparse_gradients_is_refused(pool: Pool, how: str) -> None:
+    """FSDP2 has no reduction of sparse gradients at any stage."""
+    for stage in (0, 3):
+        for told in pool.run(sparse, 2, stage, how):
+            assert str(told).startswith("embed is made with sparse=True")
+            assert "take sparse=False" in str(told)
+
+
+@pytest.mark.parametrize("how", ["tied", "frozen", "set to dense"])
+def test_it_is_taken_where_its_gradient_is_dense_or_none(pool: Pool, how: str) -> None:
+    for stage in (0, 3):
+        assert max(map(float, pool.run(sparse, 2, stage, how))) < 1e-6

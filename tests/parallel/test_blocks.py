@@ -159,6 +159,17 @@ def test_blocks_are_the_outermost_elements_with_parameters() -> None:
     assert [name for name, _ in find_blocks(inner)] == ["0"]
 
 
+def test_blocks_inside_elements_that_are_not_called_are_recomputed() -> None:
+    model = nn.ModuleList([nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2))])
+    apply_blocks(model, BlockConfig(activation_checkpoint="full"), "cpu")
+    out = torch.ones(1, 2, requires_grad=True)
+    for _, block in find_blocks(model):
+        out = block(out)
+    with Count() as count:
+        out.sum().backward()
+    assert count.calls["addmm"] == 2
+
+
 def test_blocks_of_transformers_are_checkpointed_to_the_bit() -> None:
     pytest.importorskip("transformers")
     config = ModelConfig(kind="hf", name_or_path="bloom")

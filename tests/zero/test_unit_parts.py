@@ -47,6 +47,10 @@ class Mixed(nn.Module):
         self.uses, self.too = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
         self.too[0] = self.uses[0]
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own: torch.Tensor = self.own(x)
+        return own
+
 
 class Choosing(nn.Module):
     """Data decide which of its elements runs."""

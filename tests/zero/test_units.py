@@ -54,8 +54,54 @@ def test_a_sequential_is_cut_into_its_elements_with_parameters() -> None:
 
 
 def test_lists_inside_elements_do_not_make_units_of_their_own() -> None:
-    model = nn.ModuleDict({"stack": nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(2))})
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner[0](x)
+            return out
+
+    model = nn.ModuleDict({"stack": nn.ModuleList([Block(), nn.Sequential(nn.Linear(2, 2))])})
     assert names(model) == ["stack.0", "stack.1"]
+
+
+def nested_containers() -> nn.Module:
+    """Elements that hold called modules: a list, a dict with a list, and an nn.Module() with a parameter."""
+    bag = nn.Module()
+    bag.attention, bag.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    dicts = nn.ModuleDict({"x": nn.Linear(2, 2), "y": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])})
+    lists = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
+    elements = [lists, dicts, bag, nn.ParameterList([torch.ones(2)]), nn.Linear(2, 2)]
+    return nn.ModuleDict({"layers": nn.ModuleList(elements)})
+
+
+def test_elements_without_a_forward_are_replaced_by_the_modules_in_them() -> None:
+    inner = ["layers.0.0", "layers.0.1", "layers.1.x", "layers.1.y.0", "layers.2.attention", "layers.4"]
+    assert names(nested_containers()) == inner
+
+
+def test_a_forward_that_was_set_on_an_element_is_one() -> None:
+    model = nested_containers()
+    model.get_submodule("layers.2").forward = lambda x: x
+    assert names(model)[-2:] == ["layers.2", "layers.4"]
+
+
+def test_a_module_that_two_lists_share_is_one_unit() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleList(nn.ModuleList([shared, nn.Linear(2, 2)]) for _ in range(2))
+    assert names(model) == ["0.0", "0.1", "1.1"]
+
+
+def test_a_chosen_class_without_a_forward_is_refused_and_a_predicate_passes_over_it() -> None:
+    model = nested_containers()
+    told = r"zero\.units=\[ModuleList\]: layers has no forward.* of \['Linear', 'Sequential'\], or leave"
+    with pytest.raises(ValueError, match=told):
+        names(model, ["ModuleList"])
+    with pytest.raises(ValueError, match=r"zero\.units=\[ModuleDict\]: layers\.1 has no forward.* of \['Linear'\]"):
+        names(model, ["ModuleDict", "Linear"])
+    assert [name for name, _ in find_units(model, UnitChoice(is_unit=lambda _: True))] == names(model)
 
 
 def test_units_can_be_named_by_class_of_which_the_outer_ones_count() -> None:
