@@ -1,6 +1,7 @@
 """How close is a step with its optimizer states on disk to what disk and host can do, and to DeepSpeed's?
 
     python benchmarks/infinity.py --path DIR --rounds 11
+    python benchmarks/infinity.py --path DIR --ranks        # the net with a large unit alone
     python benchmarks/infinity.py --smoke
 
 One update of a net of equal units, far larger than the host slots that units take turns in. infinity_train.py: a llama.
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=16)
     parser.add_argument("--elems", type=int, default=8 << 20, help="parameters per unit")
     parser.add_argument("--large", type=int, default=LARGE, help="units that the large one is as large as")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="each count in a run of its own")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="each count in a run of its own")
     parser.add_argument("--threads", type=int, default=2, help="of kernels, all ranks together")
     parser.add_argument("--block-mib", type=int, default=16)
     parser.add_argument("--io-threads", type=int, default=8)
@@ -77,11 +78,13 @@ def main() -> None:
             series, notes = measure({"update": update_sides} | peer, setting, ranks, options.rounds)
             texts.append(report_update(series, notes, setting, ranks, options))
         series, _ = measure({"large": large_sides}, setting, 1, options.rounds)
-        texts.append(report_large(series, setting, options))
+        large = report_large(series, setting, options)
     if options.smoke:
-        print("\n".join(texts))
-    else:
+        print("\n".join([*texts, large]))
+        return
+    if texts:
         write_table("infinity", "\n".join(texts))
+    write_table("infinity_large", large)
 
 
 def report_update(series: Series, notes: list[str], setting: Setting, ranks: int, options: argparse.Namespace) -> str:
