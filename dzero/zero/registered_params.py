@@ -31,6 +31,8 @@ from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
 from dzero.zero.unit import Unit, as_module
 
+HASHED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> None:
     """Make every unit register unsharded parameters while it computes, and shards otherwise; call this once.
@@ -204,7 +206,7 @@ class _GatheredCopies:
     def _value(self, param: nn.Parameter) -> tuple[int, int]:
         """Return the key of a parameter's storage, and for a copy a hash of its elements if they are plain numbers."""
         local = local_of(param.detach())
-        plain = self._are_copies and local.is_floating_point() and has_memory(local)
+        plain = self._are_copies and local.dtype in HASHED and has_memory(local)
         return storage_key(local.untyped_storage()), int(torch.hash_tensor(local).item()) if plain else 0
 
 
