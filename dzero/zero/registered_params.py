@@ -169,8 +169,9 @@ class _GatheredCopies:
     """Unsharded parameters of a group during its forward, in which a write is lost where they are copies of shards.
 
     Writes are noticed by version counters, which `.data` goes around. Hence the first forward, where models initialize
-    weights from data, normalize and clamp them, is also compared by a hash of the values. Without shards, where writes
-    are kept, only memory that `.data` was set to is noticed.
+    weights from data, normalize and clamp them, is compared by a hash of the values. If it raises a version counter and
+    leaves the values as they are, as `register_parametrization` in forward does, all later ones are compared so too.
+    Without shards, where writes are kept, only memory that `.data` was set to is noticed.
     """
 
     def __init__(self, unit: Unit, group: fsdp.FSDPParamGroup) -> None:
@@ -190,10 +191,11 @@ class _GatheredCopies:
         """Raise RuntimeError if the forward has written into a parameter."""
         if not self._are_copies and self._values is None:
             return
-        params, values, self._values, self._was_compared = fsdp.gathered_in(self._group), self._values, None, True
+        params, values, self._values = fsdp.gathered_in(self._group), self._values, None
         versions = [*map(version_of, params)] if self._are_copies else []
         written = [new != old for new, old in zip(versions, self._versions, strict=True)]
-        if not any(written) and values is not None:
+        self._was_compared = not any(written)
+        if values is not None:
             written = [self._value(param) != value for param, value in zip(params, values, strict=True)]
         if any(written):
             name = fsdp.name_of(self._group, written.index(True))
