@@ -34,15 +34,14 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from infinity_rounds import FLOPS_PER_PARAM, Series, Setting, efficiency_bound, measure
+from infinity_rounds import BOUND, FLOPS_PER_PARAM, STATES, Series, Setting, efficiency_bound, measure, slots_report
 from infinity_sides import DEEPSPEED_AIO, bandwidth, deepspeed_sides, large_sides, update_sides
 from report import append_row, table, write_table
 from stats import ratio_of_medians
 
 from dzero import OffloadConfig
 
-BOUND, LARGE = 1.15, 8
-STATES = 14  # bytes per element in turn slots: master and two moments in fp32, and the new working copy in bf16
+LARGE = 8
 GOOD = 0.9
 TURNS = 1 + OffloadConfig().prefetch_units
 
@@ -146,37 +145,12 @@ def report_update(series: Series, notes: list[str], setting: Setting, ranks: int
 
 def report_large(series: Series, setting: Setting, options: argparse.Namespace) -> str:
     """Row and table of the net with a large unit."""
-    update_s = {side: found["update_s"] for side, found in series.items()}
-    bound_by = max(("transfer", "host"), key=lambda side: median(update_s[side]))
-    turns = {side: series[side]["turn_bytes"][0] for side in ("whole", "tiles")}
-    over, most = ratio_of_medians(update_s["tiles"], update_s[bound_by]), TURNS * STATES * setting.elems
-    goals: list[dict[str, Any]] = [
-        {"what": f"tiles / {bound_by}", **asdict(over), "bound": BOUND, "met": over.value <= BOUND},
-        {"what": "turn slots of tiles", "value": turns["tiles"], "bound": most, "met": turns["tiles"] <= most},
-    ]
+    goals, lines = slots_report(series, "tiles", TURNS * STATES * setting.elems)
     if not options.smoke:
         append_row("infinity", {"part": "large", "config": _config(options), "sides": series, "goals": goals})
-    rows = [
-        [
-            side,
-            f"{median(seconds) * 1e3:.0f}",
-            ratio_of_medians(seconds, update_s[bound_by]),
-            f"{median(series[side]['step_s']) * 1e3:.0f}" if side in turns else "",
-            f"{turns[side] / 2**20:.1f}" if side in turns else "",
-        ]
-        for side, seconds in update_s.items()
-    ]
     others = f"{setting.units - 1} units of {setting.elems / 1e6:.1f} M parameters"
-    goal = "{what}: goal at most {bound}: {verdict}.\n"
-    return "\n".join(
-        [
-            f"Update, {others} and one of {setting.large} times as many, 1 rank, {options.rounds} rounds",
-            "",
-            table(["side", "ms", f"over {bound_by}", "step, ms", "turn slots, MiB"], rows),
-            f"whole / tiles, update: {ratio_of_medians(update_s['whole'], update_s['tiles'])}.\n",
-            *(goal.format(**each, verdict="met" if each["met"] else "missed") for each in goals),
-        ]
-    )
+    title = f"Update, {others} and one of {setting.large} times as many, 1 rank, {options.rounds} rounds"
+    return "\n".join([title, "", *lines])
 
 
 def _lanes(found: dict[str, list[Any]]) -> list[str]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from children import Children, process_group
+from report import table
+from stats import ratio_of_medians
 
 from dzero import OffloadConfig
 from dzero.zero.offload_config import DiskConfig
@@ -23,6 +26,10 @@ Found = dict[str, Any]
 Turn = Callable[[], Found]
 Series = dict[str, dict[str, list[Any]]]
 """By side and quantity, one number per round."""
+BOUND = 1.15
+"""Goal of an update with states on disk, over what bounds it."""
+STATES = 14
+"""Bytes per element in turn slots: master and two moments in fp32, and the new working copy in bf16."""
 FLOPS_PER_PARAM = 6
 """Per token, forward and backward."""
 
@@ -141,3 +148,40 @@ def efficiency_bound(params: int, tokens: int, moved_bytes: float, bandwidth: fl
     flops = FLOPS_PER_PARAM * params * tokens
     ait, peak = flops / moved_bytes, flops / compute_s
     return ait * bandwidth / (ait * bandwidth + peak)
+
+
+def slots_report(series: Series, side: str, most_slot_bytes: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Goals and lines of a comparison of `whole`, `side` and others with what bounds them, `transfer` or `host`."""
+    update_s = {each: found["update_s"] for each, found in series.items()}
+    bound_by = max(("transfer", "host"), key=lambda each: median(update_s[each]))
+    slots = {each: found["turn_bytes"][0] for each, found in series.items() if each not in ("transfer", "host")}
+    over, faster = (
+        ratio_of_medians(update_s[side], update_s[bound_by]),
+        ratio_of_medians(update_s["whole"], update_s[side]),
+    )
+    goals: list[dict[str, Any]] = [
+        {"what": f"{side} / {bound_by}", **asdict(over), "bound": BOUND, "met": over.value <= BOUND},
+        {
+            "what": f"turn slots of {side}",
+            "value": slots[side],
+            "bound": most_slot_bytes,
+            "met": slots[side] <= most_slot_bytes,
+        },
+    ]
+    rows = [
+        [
+            each,
+            f"{median(seconds) * 1e3:.0f}",
+            ratio_of_medians(seconds, update_s[bound_by]),
+            f"{median(series[each]['step_s']) * 1e3:.0f}" if each in slots else "",
+            f"{slots[each] / 2**20:.1f}" if each in slots else "",
+        ]
+        for each, seconds in update_s.items()
+    ]
+    steps = ratio_of_medians(series["whole"]["step_s"], series[side]["step_s"])
+    goal = "{what}: goal at most {bound}: {verdict}.\n"
+    return goals, [
+        table(["side", "ms", f"over {bound_by}", "step, ms", "turn slots, MiB"], rows),
+        f"whole / {side}, update: {faster}; step: {steps}.\n",
+        *(goal.format(**each, verdict="met" if each["met"] else "missed") for each in goals),
+    ]

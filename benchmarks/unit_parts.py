@@ -22,23 +22,18 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import asdict
 from functools import partial
-from statistics import median
-from typing import Any
 
 import torch
-from infinity_rounds import Series, Setting, Turn, measure
+from infinity_rounds import STATES, Series, Setting, Turn, measure, slots_report
 from infinity_sides import Step, Transfers
-from report import append_row, table, write_table
-from stats import ratio_of_medians
+from report import append_row, write_table
 from torch import nn
 
 from dzero import OffloadConfig
 from dzero.offload.direct_io import Direction
 
-WIDTH, BOUND, AHEAD = 2048, 1.15, 11
-STATES = 14  # bytes per element in turn slots: master and two moments in fp32, and the new working copy in bf16
+WIDTH, AHEAD = 2048, 11
 
 
 class Block(nn.Module):
@@ -102,45 +97,13 @@ def main() -> None:
 
 def report(series: Series, setting: Setting, blocks: int, options: argparse.Namespace) -> str:
     """Row and table."""
-    update_s = {side: found["update_s"] for side, found in series.items()}
-    bound_by = max(("transfer", "host"), key=lambda side: median(update_s[side]))
-    turns = {side: series[side]["turn_bytes"][0] for side in ("whole", "parts", "ahead")}
-    most = (1 + OffloadConfig().prefetch_units) * STATES * setting.elems
-    over, faster = (
-        ratio_of_medians(update_s["parts"], update_s[bound_by]),
-        ratio_of_medians(update_s["whole"], update_s["parts"]),
-    )
-    goals: list[dict[str, Any]] = [
-        {"what": f"parts / {bound_by}", **asdict(over), "bound": BOUND, "met": over.value <= BOUND},
-        {"what": "turn slots of parts", "value": turns["parts"], "bound": most, "met": turns["parts"] <= most},
-    ]
+    goals, lines = slots_report(series, "parts", (1 + OffloadConfig().prefetch_units) * STATES * setting.elems)
     if not options.smoke:
         config = {key: value for key, value in vars(options).items() if key not in ("path", "smoke", "blocks")}
         append_row("unit_parts", {"config": config | {"blocks": blocks}, "sides": series, "goals": goals})
-    rows = [
-        [
-            side,
-            f"{median(seconds) * 1e3:.0f}",
-            ratio_of_medians(seconds, update_s[bound_by]),
-            f"{median(series[side]['step_s']) * 1e3:.0f}" if side in turns else "",
-            f"{turns[side] / 2**20:.1f}" if side in turns else "",
-        ]
-        for side, seconds in update_s.items()
-    ]
-    steps = series["whole"]["step_s"], series["parts"]["step_s"]
-    goal = "{what}: goal at most {bound}: {verdict}.\n"
-    lines = [goal.format(**each, verdict="met" if each["met"] else "missed") for each in goals]
     count = "1 block" if blocks == 1 else f"{blocks} blocks"
     size = f"{setting.units // blocks} layers of {setting.elems / 1e6:.1f} M parameters"
-    return "\n".join(
-        [
-            f"Update, {count} of {size}, 1 rank, {options.rounds} rounds",
-            "",
-            table(["side", "ms", f"over {bound_by}", "step, ms", "turn slots, MiB"], rows),
-            f"whole / parts, update: {faster}; step: {ratio_of_medians(*steps)}.\n",
-            *lines,
-        ]
-    )
+    return "\n".join([f"Update, {count} of {size}, 1 rank, {options.rounds} rounds", "", *lines])
 
 
 if __name__ == "__main__":

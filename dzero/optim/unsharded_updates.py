@@ -58,7 +58,7 @@ class UnshardedRule(Protocol):
 
 
 class _Exchange(NamedTuple):
-    """What is exchanged, and whether a lane of the host does it, whose collectives are neither logged nor counted."""
+    """Exchange by name, and whether a lane of the host runs it, whose collectives are neither logged nor counted."""
 
     what: str
     in_lane: bool

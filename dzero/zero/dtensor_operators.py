@@ -69,9 +69,13 @@ def watch_operators(meshes: Iterable[DeviceMesh]) -> None:
     )
 
 
+def _is_sharded_models(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
+
+
 def _cut_along(tensor: Any) -> list[Placement]:
     """Return the placements by which ranks have different parts of a DTensor of a sharded model; none for others."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh not in _meshes:
+    if not _is_sharded_models(tensor):
         return []
     mesh = tensor.device_mesh
     return [p for axis, p in enumerate(tensor.placements) if mesh.size(axis) > 1 and not p.is_replicate()]
@@ -92,7 +96,7 @@ def _number(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 def _add(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Add, and let the gradient of an ordinary tensor beside a DTensor be ordinary: that of a loss, say."""
-    if any(isinstance(each, DTensor) and each.device_mesh in _meshes for each in args):
+    if any(map(_is_sharded_models, args)):
         for each in args:
             if isinstance(each, torch.Tensor) and not isinstance(each, DTensor) and each.requires_grad:
                 each.register_hook(_as_ordinary)  # type: ignore[no-untyped-call]
@@ -103,7 +107,7 @@ def _as_ordinary(grad: torch.Tensor) -> torch.Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-class _Copy:
+class _CopiedRows:
     """Watcher of a gathered copy of rows of a sharded tensor, in which a write would be lost."""
 
     def before_read(self) -> None:
@@ -121,13 +125,6 @@ class _Copy:
         )
 
 
-def _copy() -> _Copy:
-    return COPY
-
-
-COPY = _Copy()
-
-
 def _view(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Run an operator that makes views, and refuse writes into those that DTensor gathered, and so copied."""
     found = run_unhandled(operator, args, kwargs)
@@ -137,14 +134,15 @@ def _view(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
         for view in tree_leaves(found):
             local = local_of(view)
             if type(local) is torch.Tensor and storage_key(local.untyped_storage()) != own:
-                set_local_tensor(view, WatchedTensor(local, _copy))
+                set_local_tensor(view, WatchedTensor(local, _CopiedRows))
     return found
 
 
 def _set(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Fill a DTensor with the number that a tensor without dimensions holds."""
     tensor, value = args
-    if isinstance(tensor, DTensor) and tensor.device_mesh in _meshes and not isinstance(value, DTensor):
+    if _is_sharded_models(tensor) and not isinstance(value, DTensor):
+        assert isinstance(tensor, DTensor)
         assert isinstance(value, torch.Tensor)
         return tensor.fill_(value.item())
     return run_unhandled(operator, args, kwargs)

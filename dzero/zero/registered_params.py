@@ -178,14 +178,14 @@ class _GatheredCopies:
         self._unit, self._group, self._are_copies = unit, group, unit.layout.shard > 1
         self._versions: list[int] = []
         self._values: list[tuple[int, int]] | None = None
-        self._was_compared = False
+        self._compares_values = True
 
     def note(self) -> None:
         """Note the state of the parameters before a forward."""
-        if self._are_copies or not self._was_compared:
+        if self._are_copies or self._compares_values:
             params = fsdp.gathered_in(self._group)
             self._versions = [*map(version_of, params)] if self._are_copies else []
-            self._values = None if self._was_compared else [*map(self._value, params)]
+            self._values = [*map(self._value, params)] if self._compares_values else None
 
     def refuse_writes(self) -> None:
         """Raise RuntimeError if the forward has written into a parameter."""
@@ -194,7 +194,7 @@ class _GatheredCopies:
         params, values, self._values = fsdp.gathered_in(self._group), self._values, None
         versions = [*map(version_of, params)] if self._are_copies else []
         written = [new != old for new, old in zip(versions, self._versions, strict=True)]
-        self._was_compared = not any(written)
+        self._compares_values = any(written)
         if values is not None:
             written = [self._value(param) != value for param, value in zip(params, values, strict=True)]
         if any(written):
