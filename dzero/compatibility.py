@@ -679,6 +679,19 @@ OPTIMIZER = (
         "optim.rule=LBFGS zero.stage=2",
     ),
     *(
+        Rule(
+            f"optim.rule optim.needs=unknown {kind}!=device",
+            "it is not known whether its update of a parameter depends on others, which are updated at other times",
+            f"{kind}=device, or say it in Python: elementwise=True if it updates every element by itself, "
+            "elementwise=False if every parameter by itself",
+            f"optim.rule=LBFGS zero.stage=0 {example}",
+        )
+        for kind, example in (
+            ("offload.grad", "offload.grad=host"),
+            ("offload.master", "offload.master=host offload.moments=host"),
+        )
+    ),
+    *(
         Rule(f"{setting} optim.rule!=adamw|muon", why, f"{take}, or {ADAMW}", f"optim.rule=SGD {example}", also=also)
         for setting, why, take, example, also in (
             (
@@ -694,13 +707,6 @@ OPTIMIZER = (
                 "offload.moments and offload.moments_fraction as for offload.master",
                 "offload.master=host",
                 lambda run: not _one_tier(run),
-            ),
-            (
-                "offload.master=disk",
-                "it keeps its states in memory, where only adamw can do without",
-                "offload.master=host",
-                "offload=disk",
-                None,
             ),
             (
                 "offload.overlap=backward",

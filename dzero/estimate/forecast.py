@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import Moments, StepMemory, memory_of
+from dzero.estimate.memory import StepMemory, memory_of
 from dzero.estimate.microbatch_costs import MicrobatchCosts
 from dzero.estimate.step_time import StepTime, pace_of
 from dzero.estimate.timeline import Timeline, timeline_of
 from dzero.estimate.transfers import StepTransfers, moved_of
 from dzero.hardware import format_bytes
+from dzero.optim.owned_states import OwnedStates
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
@@ -51,7 +52,7 @@ class Forecast:
         hardware: The node and its network.
         step_tokens: Tokens per step of all ranks.
         model_flops: FLOPs per token by the convention of MFU, or None if unknown.
-        moments: Tensors that the optimizer keeps per parameter, or states that owners keep whole.
+        owned: States that owners of whole parameters keep, if the update rule needs them whole.
         slowest: Pipeline stage that the others wait for; None if it is this one.
     """
 
@@ -61,13 +62,13 @@ class Forecast:
     hardware: HardwareConfig
     step_tokens: int
     model_flops: float | None
-    moments: Moments = 2
+    owned: OwnedStates | None = None
     slowest: Forecast | None = None
 
     @cached_property
     def memory(self) -> StepMemory:
         """Memory of a step."""
-        return memory_of(self.layout, self.units, self.costs, self.hardware.device_type, self.moments)
+        return memory_of(self.layout, self.units, self.costs, self.hardware.device_type, self.owned)
 
     @cached_property
     def tiers(self) -> dict[str, Tier]:

@@ -40,9 +40,6 @@ from dzero.zero.tiers import names_off_device
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import nested
 
-Moments = int | OwnedStates
-"""Tensors of its shape that the optimizer keeps for each parameter, or states that owners keep whole."""
-
 
 @dataclass(frozen=True)
 class MemoryMoment:
@@ -80,36 +77,36 @@ class StepMemory:
 
 
 def memory_of(
-    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, device_type: str, moments: Moments = 2
+    layout: Layout,
+    units: Sequence[UnitShape],
+    costs: MicrobatchCosts,
+    device_type: str,
+    owned: OwnedStates | None = None,
 ) -> StepMemory:
-    """Return the memory of a rank that trains these units; `moments` are tensors per parameter, or those of owners."""
-    off = off_device(layout, units, moments)
-    return StepMemory(on_device(layout, units, costs, moments), *off, staging_bytes(layout, units, device_type))
+    """Return the memory of a rank that trains these units; `owned` are states that owners of whole parameters keep."""
+    off = off_device(layout, units, owned)
+    return StepMemory(on_device(layout, units, costs, owned), *off, staging_bytes(layout, units, device_type))
 
 
 def on_device(
-    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, moments: Moments
+    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, owned: OwnedStates | None
 ) -> tuple[MemoryMoment, ...]:
     """Return the moments of one microbatch (`StepMemory.device`)."""
-    return tuple(_Device(layout, units, moments).moments(costs))
+    return tuple(_Device(layout, units, owned).moments(costs))
 
 
-def off_device(layout: Layout, units: Sequence[UnitShape], moments: Moments) -> tuple[dict[str, int], dict[str, int]]:
+def off_device(
+    layout: Layout, units: Sequence[UnitShape], owned: OwnedStates | None
+) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes on the host and on disk by kind, which do not depend on the microbatch."""
     tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for slot in schedule_of(BufferLayout(layout, units)).slots:
         kinds = tiers[slot.tier]
         kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
         kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
-    if isinstance(moments, OwnedStates):
-        for kinds in tiers.values():
-            kinds.pop("moments", None)
-        if host := moments.most_bytes(layout, units, names_off_device(layout.tiers, units)["master"])[1]:
-            tiers["host"]["moments"] = host
-        return tiers["host"], tiers["disk"]
-    for kinds in tiers.values():
-        if "moments" in kinds:
-            kinds["moments"] = kinds["moments"] * moments // 2  # the slots are those of AdamW's two
+    away = names_off_device(layout.tiers, units)["master"]
+    if owned is not None and (host := owned.most_bytes(layout, units, away)[1]):
+        tiers["host"]["moments"] = host
     return tiers["host"], tiers["disk"]
 
 
@@ -140,7 +137,7 @@ class _Device:
     Units inside another come before it, since their forward ends first. Expert units have a table of their own.
     """
 
-    def __init__(self, layout: Layout, units: Sequence[UnitShape], moments: Moments) -> None:
+    def __init__(self, layout: Layout, units: Sequence[UnitShape], owned: OwnedStates | None) -> None:
         self._layout, self._units = layout, {unit.name: unit for unit in units}
         self._own = {unit.name: layout.of_unit(unit) for unit in units}
         self._around = nested([*self._own])
@@ -177,9 +174,9 @@ class _Device:
             **rest,
             "master": masters * layout.master.dtype.itemsize if layout.param.dtype != torch.float32 else 0,
             "moments": (
-                moments.most_bytes(layout, units, away["master"])[0]
-                if isinstance(moments, OwnedStates)
-                else sum(n * dtype.itemsize for each in fields for _, dtype, n in each) * moments // 2
+                owned.most_bytes(layout, units, away["master"])[0]
+                if owned is not None
+                else sum(n * dtype.itemsize for each in fields for _, dtype, n in each)
             ),
         }
         if layout.feedback:

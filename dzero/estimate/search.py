@@ -30,9 +30,10 @@ from typing import Any
 from dzero.estimate.candidates import Candidate
 from dzero.estimate.forecast import Forecast, Tier, tiers_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import Moments, StepMemory, off_device, on_device, staging_bytes
+from dzero.estimate.memory import StepMemory, off_device, on_device, staging_bytes
 from dzero.estimate.microbatch_costs import STATES_ALONE, MicrobatchCosts, UnitSpan
 from dzero.estimate.operator_work import OperatorWork
+from dzero.optim.owned_states import OwnedStates
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
@@ -94,7 +95,7 @@ class Subject:
         costs: Returns the costs of a microbatch, given recomputation and sequences.
         step_tokens: Tokens per step of all ranks.
         model_flops: FLOPs per token by the convention of MFU, or None if unknown.
-        moments: Tensors that the optimizer keeps per parameter, or states that owners keep whole.
+        owned: States that owners of whole parameters keep, if the update rule needs them whole.
     """
 
     units: Sequence[UnitShape]
@@ -102,7 +103,7 @@ class Subject:
     hardware: HardwareConfig
     step_tokens: int
     model_flops: float | None
-    moments: Moments = 2
+    owned: OwnedStates | None = None
 
     def forecast(self, layout: Layout, costs: MicrobatchCosts) -> Forecast:
         """Return the prediction for a ZeRO table and the costs of a microbatch."""
@@ -113,7 +114,7 @@ class Subject:
             hardware=self.hardware,
             step_tokens=self.step_tokens,
             model_flops=self.model_flops,
-            moments=self.moments,
+            owned=self.owned,
         )
 
 
@@ -209,13 +210,13 @@ class _Judge:
     def _short(self, candidate: Candidate, costs: MicrobatchCosts) -> dict[str, int]:
         """Return the bytes missing on the device, or else on the other tiers, whose schedule is slower to compute."""
         layout, subject = candidate.layout, self._subject
-        units, hardware, moments = subject.units, subject.hardware, subject.moments
+        units, hardware, owned = subject.units, subject.hardware, subject.owned
         staging = staging_bytes(layout, units, hardware.device_type)
-        memory = StepMemory(on_device(layout, units, costs, moments), {}, {}, staging)
+        memory = StepMemory(on_device(layout, units, costs, owned), {}, {}, staging)
         if lacking := short_bytes(tiers_of(memory, hardware, layout.world)):
             return lacking
         if candidate.table not in self._off_device:
-            self._off_device[candidate.table] = off_device(layout, units, moments)
+            self._off_device[candidate.table] = off_device(layout, units, owned)
         host, disk = self._off_device[candidate.table]
         return short_bytes(tiers_of(replace(memory, host=host, disk=disk), hardware, layout.world))
 

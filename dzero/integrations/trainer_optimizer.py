@@ -17,8 +17,8 @@ from torch import nn
 
 from dzero.optim.adamw import AdamW
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.requires_unsharded import UNKNOWN
-from dzero.optim.torch_optimizer import ELEMENTWISE, PARAMETERWISE, TorchOptimizer, needs_of
+from dzero.optim.requires_unsharded import ELEMENTWISE, PARAMETERWISE, UNKNOWN, needs_of
+from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.sharded import Sharded
 
 KERNELS = ("fused", "foreach")

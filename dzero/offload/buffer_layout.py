@@ -94,7 +94,6 @@ class BufferLayout:
     Args:
         layout: The table.
         units: Shapes of the units, in forward order with the root last.
-        moments: Whether moments need a slot; otherwise the optimizer stores them itself.
 
     Attributes:
         at: Location by (parameter name, key). The key is a kind of state, "remainder", "work", "landing", or a key of
@@ -106,8 +105,8 @@ class BufferLayout:
             by unit and slot.
     """
 
-    def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
-        self.layout, self.units, self._moments = layout, units, moments
+    def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
+        self.layout, self.units = layout, units
         self._off_device = names_off_device(layout.tiers, units)
         self.at: dict[tuple[str, str], BufferSlice] = {}
         self._used: dict[tuple[str, str], int] = {}
@@ -249,7 +248,7 @@ class BufferLayout:
         early = set()
         for unit in reversed(self.units):
             trained = [param.name for param in unit.params if param.trainable]
-            here = all(self._moments and self.on_host(kind, name) for name in trained for kind in ("grad", *UPDATED))
+            here = all(self.on_host(kind, name) for name in trained for kind in ("grad", *UPDATED))
             on_host = sum(aligned(self._used[unit.name, slot]) for slot in self.overwritten(unit.name))
             going = self.going("states", unit.name)
             size = on_host + sum(aligned(self._used[unit.name, pair.host]) for pair in going)
@@ -295,10 +294,10 @@ class BufferLayout:
             self._add(unit, name, "landing", f"landing {index % TURNS}", grad, elems, packed=True)
         if here:
             self._place_values(unit, name, elems, index, param_turn)
-        if self._moments and (here or self.on_host("moments", name)):
-            moments_here = self.on_host("moments", name)
+        fields, moments_here = [*moment_fields(self.layout, elems)], self.on_host("moments", name)
+        if fields and (here or moments_here):
             slot = own_slot("moments", unit, index, name) if moments_here else f"stage {index % TURNS}"
-            for key, dtype, count in moment_fields(self.layout, elems):
+            for key, dtype, count in fields:
                 self._add(unit, name, key, slot, dtype, count)
 
     def _slot(self, kind: str, unit: str, index: int, name: str) -> str:
@@ -373,9 +372,19 @@ def _takes_turns(slot: str) -> bool:
     return slot.split(" ")[1] == "turn" and slot.count(" ") == 2
 
 
+def state_of(key: str) -> str:
+    """Return the key of a state of a class of `torch.optim` in `BufferLayout.at`, where it is no other state's."""
+    return f"state {key}"
+
+
 def moment_fields(layout: Layout, elems: int) -> Iterator[tuple[str, torch.dtype, int]]:
-    """Yield (key, dtype, number of elements) of each tensor that stores the moments of `elems` elements."""
-    for key in ("exp_avg", "exp_avg_sq"):
+    """Yield (key, dtype, number of elements) of each tensor that stores the moments of `elems` elements.
+
+    The keys of a class of `torch.optim` are those of `state_of`.
+    """
+    for key, dtype in layout.rule_states or ():
+        yield state_of(key), dtype, elems
+    for key in ("exp_avg", "exp_avg_sq") if layout.rule_states is None else ():
         if layout.moments.dtype != torch.uint8:
             yield key, layout.moments.dtype, elems
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from dzero.offload.scratch_dir import FULL
 from dzero.offload.undo import Undo
 from dzero.parallel.blocks import find_blocks
 from dzero.utils.scratch_paths import DiskError
+from dzero.zero.layout import RuleStates
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.offloaded_param import HostStorage, OffDeviceTensor
 from dzero.zero.sharded import Sharded
@@ -63,16 +65,16 @@ class OffloadManager:
 
     Args:
         sharded: The sharded model.
-        moments: Whether moments need a slot, as for `BufferLayout`.
+        rule_states: States of a class of `torch.optim` that lie where moments do; None for AdamW's moments.
 
     Raises:
         MemoryError: There is too little host memory.
         DiskError: A scratch path has too little space.
     """
 
-    def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
-        layout, config = sharded.layout, sharded.layout.offload
-        self.buffer_layout = BufferLayout(layout, sharded.shapes, moments=moments)
+    def __init__(self, sharded: Sharded, rule_states: RuleStates | None = None) -> None:
+        layout, config = replace(sharded.layout, rule_states=rule_states), sharded.layout.offload
+        self.buffer_layout = BufferLayout(layout, sharded.shapes)
         self.schedule = schedule_of(self.buffer_layout)
         device = torch.device(sharded.mesh.device_type)
         beside_gpu = device.type == "cuda"

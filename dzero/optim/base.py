@@ -32,6 +32,7 @@ from dzero.optim.master_handover import take_over
 from dzero.optim.quantized_moments import KnownBlocks
 from dzero.optim.state_mapping import REPLACED, StateMapping
 from dzero.zero.guards import refuse_unknown
+from dzero.zero.layout import RuleStates
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit, as_module
 
@@ -67,6 +68,11 @@ def trained(sharded: Sharded) -> list[nn.Parameter]:
     return [named[name] for name in sharded.names if name in named and named[name].requires_grad]
 
 
+def _plain(value: Any) -> Any:
+    """Return a setting of a group; a tensor with one element, as a rate may be, as a number."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
     """Return whether both sequences hold the same objects in the same order."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
@@ -83,13 +89,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         scaler: Loss scaling for fp16 parameters; None for the defaults.
 
     Attributes:
-        places_moments: Whether moments are stored where the layout says; otherwise the subclass stores them.
         last_decision: Decision of the last step with gradients; None before the first.
         skipped_steps: Number of steps that were skipped because of non-finite values.
         consecutive_skips: Number of steps skipped in a row up to the last one.
     """
-
-    places_moments = True
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             refuse_unknown(sharded.model, named.values())
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         take_over(sharded)
-        self.offload = OffloadManager(sharded, moments=self.places_moments)
+        self.offload = OffloadManager(sharded, self._rule_states())
         self.gradients = Gradients(sharded, owned, self.offload)
         self.offload.take_params()
         self._hook_state_dicts()
@@ -158,6 +161,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._take_group(self.param_groups[-1])
+
+    def _rule_states(self) -> RuleStates | None:
+        """Return the states of a class that lie where the layout has moments, or None for those of AdamW."""
+        return None
 
     def _take_group(self, group: dict[str, Any]) -> None:
         """Create the states of a parameter group that was added after construction."""
@@ -377,7 +384,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def scalars(self) -> dict[str, Any]:
         """Return everything but tensors as JSON values, with parameters by name; collective with `unsharded_states`."""
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": self._names_of(group)}
+            {**{key: _plain(value) for key, value in group.items() if key != "params"}, "params": self._names_of(group)}
             for group in self.param_groups
         ]
         counts = {"skipped_steps": self.skipped_steps, "consecutive_skips": self.consecutive_skips}

@@ -15,12 +15,13 @@ from dzero.errors import converting
 from dzero.optim.adamw import AdamW
 from dzero.optim.base import MasterOptimizer
 from dzero.optim.config import BETAS, EPS, OURS, OptimConfig
+from dzero.optim.element_states import element_states, tried_states
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.muon import Muon, matrices_of, split_by_rule
 from dzero.optim.owned_states import OwnedStates
-from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS
-from dzero.optim.torch_optimizer import TorchOptimizer, needs_of
-from dzero.zero.layout import Layout
+from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS, needs_of
+from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero.zero.layout import Layout, RuleStates
 from dzero.zero.sharded import Sharded
 
 TRIED_ELEMS = 3
@@ -88,18 +89,22 @@ def rule_needs(config: OptimConfig) -> str:
     return needs_of(getattr(torch.optim, config.rule))
 
 
-def moments_of(config: OptimConfig) -> int | OwnedStates:
-    """Return the number of parameter-sized tensors that the update rule keeps for each parameter, or those of owners.
+def rule_states(config: OptimConfig) -> RuleStates | None:
+    """Return the states of a parameter's shape that a class of torch.optim keeps, or None for the moments of AdamW.
 
-    A rule of torch.optim is tried on small parameters. Muon counts as AdamW, which is an upper bound for plans: Muon's
-    matrices keep one moment.
+    The class is tried on small parameters. Muon counts as AdamW, which is an upper bound for plans: Muon's matrices
+    keep one moment.
     """
     if config.rule in OURS:
-        return 2
-    if rule_needs(config) == PARAMETERS:
-        return OwnedStates(partial(_tried, config))
-    states = [each for each in _tried(config).values() if isinstance(each, torch.Tensor)]
-    return sum(each.numel() == TRIED_ELEMS for each in states)
+        return None
+    return () if rule_needs(config) == PARAMETERS else element_states(lambda shape: [_tried(config, shape)])
+
+
+def owned_states(config: OptimConfig) -> OwnedStates | None:
+    """Return the states that the update rule keeps whole on the owner of each parameter, if it needs them whole."""
+    if config.rule in OURS or rule_needs(config) != PARAMETERS:
+        return None
+    return OwnedStates(partial(_tried, config))
 
 
 def check_options(config: OptimConfig) -> None:
@@ -110,20 +115,17 @@ def check_options(config: OptimConfig) -> None:
     for key in ("lr", "weight_decay"):
         if key in config.options:
             raise ValueError(f"optim.options={config.options}: {key} is set by optim.{key}; remove it there")
-    _tried(config)
+    _tried(config, (TRIED_ELEMS,))
 
 
-def _tried(config: OptimConfig, shape: tuple[int, ...] = (TRIED_ELEMS,)) -> dict[str, Any]:
+def _tried(config: OptimConfig, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the states of a dummy parameter after one step of a torch.optim rule, or raise ValueError."""
     rule = getattr(torch.optim, config.rule)
     allowed = sorted(set(inspect.signature(rule).parameters) - {"params", "lr", "weight_decay"})
     what = f"optim.rule={config.rule}" + (f" with optim.options={config.options}" if config.options else "")
     # All exceptions are converted, because torch.optim does not document which ones wrong options raise.
     with converting(what, Exception, repair=f"{config.rule} takes {allowed}"):
-        params = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
-        groups = [{"params": [each], "weight_decay": config.weight_decay} for each in params]
-        optimizer = rule(groups, **{str(key): value for key, value in config.options.items()}, lr=config.lr)
-        for each in params:
-            each.grad = torch.ones(shape)
-        optimizer.step(lambda: torch.zeros(()))
-    return dict(optimizer.state[params[0]])
+        options = {str(key): value for key, value in config.options.items()}
+        groups = [{"weight_decay": config.weight_decay}] * 2
+        states, _ = tried_states(partial(rule, **options, lr=config.lr), groups, shape, closure=lambda: 0.0)
+    return states

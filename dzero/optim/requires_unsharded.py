@@ -12,14 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from dzero.compatibility import check_compatible
 from dzero.parallel.tiling.state_dicts import tiled
 from dzero.utils.rules import Settings
 from dzero.zero.sharded import Sharded
 
 ELEMENTS, PARAMETERS, UNKNOWN = "elements", "parameters", "unknown"
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+PARAMETERWISE = ("Adafactor", "Muon")
 UNCUT: Mapping[str, int] = {"mesh.tp": 1, "mesh.ep": 1, "block.tiles": 1}
 """Settings of a model of which nothing but ZeRO cuts a parameter."""
+
+
+def needs_of(rule: type[torch.optim.Optimizer], elementwise: bool | None = None) -> str:
+    """Return what an update by a class needs (optim/requires_unsharded.py); `elementwise` as in `TorchOptimizer`."""
+    if elementwise is not None:
+        return ELEMENTS if elementwise else PARAMETERS
+    name = rule.__name__ if _is_torchs(rule) else ""
+    return ELEMENTS if name in ELEMENTWISE else PARAMETERS if name in PARAMETERWISE else UNKNOWN
+
+
+def _is_torchs(rule: type[torch.optim.Optimizer]) -> bool:
+    return rule.__module__.startswith("torch.optim")
 
 
 def check_rule(rule: str, needs: str, settings: Settings) -> None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,22 +24,24 @@ from dzero.comm.collectives import gather_json
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import SHARD
 from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
+from dzero.optim.class_states import ClassStates
+from dzero.optim.class_step import ClassStep
+from dzero.optim.element_states import Make, check_initial, element_states, shrunk, tried_states
 from dzero.optim.loss_scaler import ScalerConfig
-from dzero.optim.master_param import MasterParam
+from dzero.optim.master_param import MasterParam, initial_master
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, device_of, work_of
-from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS, UNKNOWN, check_rule, check_whole
-from dzero.optim.state_numbers import numbers_from, numbers_of
+from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS, check_rule, check_whole, needs_of
 from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
 from dzero.optim.unsharded_class import INPUTS, PAYLOAD, ClassUpdate, cost_of, stand_in, update_whole
 from dzero.optim.unsharded_updates import UnshardedUpdates
-from dzero.zero.dtensors import local_of, placed_like, refuse_other_ranks_shard
+from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
+from dzero.zero.layout import RuleStates
 from dzero.zero.rounding import to_working
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape
 
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
-PARAMETERWISE = ("Adafactor", "Muon")
+Value = TypeVar("Value")
 
 
 class TorchOptimizer(MasterOptimizer):
@@ -66,8 +67,6 @@ class TorchOptimizer(MasterOptimizer):
             remainders and 16- or 8-bit moments.
     """
 
-    places_moments = False
-
     def __init__(
         self,
         sharded: Sharded,
@@ -81,22 +80,36 @@ class TorchOptimizer(MasterOptimizer):
     ) -> None:
         self._rule, self._needs = rule.__name__, needs_of(rule, elementwise)
         check_rule(self._rule, self._needs, sharded.layout.settings)
-        super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of all parameters at once
-        first = torch.zeros(1) if self._needs != PARAMETERS else torch.zeros(1).expand(self._shapes()[0].shape)
-        rule([nn.Parameter(first)], **options)  # raises for invalid options before any state is moved
+        shape = sharded.shapes[0].params[0].shape if self._needs == PARAMETERS else (1,)
+        rule([stand_in(shape, torch.device("cpu"))], **options)  # raises for invalid options before states are moved
+        self._class_step = ClassStep()
+        self._class_states = ClassStates(self._class_step, whole=self._needs == PARAMETERS)
+        self._make: Make = lambda groups: rule(groups, **options)
+        super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         self._unsharded = self._assigned()
-        self._placement, self._in_use = StatePlacement(sharded, self.offload), Lock()
+        self._placement = StatePlacement(sharded, self.offload)
         self._held: dict[nn.Parameter, MasterParam] = {}
         self._tiers: OffloadedStep[MasterParam] = OffloadedStep(sharded, self.offload)
         groups = [self._held_group(group) for group in self.param_groups]
         self.offload.settle()
-        self.inner = rule(groups, **options)
+        with shrunk(self._on_disk(groups)):
+            self.inner = self._class_step.inner = self._make(groups)
+        self._place_first()
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
             own["updates"] = 0  # saved with the group, because classes like SGD keep no step count
         sharded.holders.add(self)
+
+    def _rule_states(self) -> RuleStates:
+        tier = self._sharded.layout.master.tier
+        if self._needs != ELEMENTS or tier == "device":
+            return ()
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        if tier == "disk":
+            check_initial(self._make, groups)
+        return element_states(partial(tried_states, self._make, groups))
 
     def _shapes(self) -> list[ParamShape]:
         """Return the shapes of all parameters of the groups."""
@@ -112,18 +125,45 @@ class TorchOptimizer(MasterOptimizer):
 
     def _held_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Create the masters of a group's parameters, and return the group with masters for the wrapped class."""
-        unit_of = {name: unit for unit in self._sharded.units for name in unit.params}
-        for param in group["params"]:
-            name = self._names[param]
-            made = MasterParam.create(name, param, unit_of[name].take_origin(name), self._placement)
-            if (kept := made.kept_master(unit_of[name].shape.name, self.offload)) is not None:
-                unit_of[name].origin[name] = kept
-            self._held[param] = made
-            if self._unsharded is not None:
-                owned = name in self._unsharded.owned
-                made.target = stand_in(param.shape, device_of(made)) if owned else None
+        for unit in self._sharded.units:
+            self._hold(unit, owned=set(group["params"]))
         targets = [self._held[param].target for param in group["params"]]
         return {**group, "params": [target for target in targets if target is not None]}
+
+    def _hold(self, unit: Unit, owned: set[nn.Parameter]) -> None:
+        """Create the masters of the `owned` parameters of a unit.
+
+        On disk, an fp32 parameter is its own master, and the masters of a unit lie together. The first call for such a
+        unit therefore writes those of its other parameters too.
+        """
+        made: list[tuple[MasterParam, torch.Tensor]] = []
+        keys, is_first = [key for key, _ in self.offload.buffer_layout.layout.rule_states or ()], not self._of(unit)
+        for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
+            if param in owned or (is_first and self.offload.buffer_layout.on_disk("master", name)):
+                values = initial_master(param, unit.take_origin(name) if param in owned else None)
+                made.append((MasterParam.create(name, param, values, self._placement, keys), values))
+        if made:
+            self.offload.visit(unit.shape.name, partial(_each, MasterParam.fill, made), fresh=is_first)
+        for held in (held for held, _ in made if held.param in owned):
+            self._held[held.param] = held
+            if (kept := held.kept_master(unit.shape.name, self.offload)) is not None:
+                unit.origin[held.name] = kept
+            if self._unsharded is not None:
+                is_owner = held.name in self._unsharded.owned
+                held.target = stand_in(held.param.shape, device_of(held)) if is_owner else None
+
+    def _on_disk(self, groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+        """Return the masters on disk of groups of an element-wise class."""
+        if self._sharded.layout.master.tier != "disk" or self._needs != ELEMENTS:
+            return []
+        masters = {held.master for held in self._held.values() if held.mesh is not None}
+        return [target for group in groups for target in group["params"] if target in masters]
+
+    def _place_first(self) -> None:
+        """Move the states that the class has made before any update to their places."""
+        for unit in self._sharded.units:
+            if any(held.places and self._class_states.of(held) for held in self._of(unit)):
+                self.offload.visit(unit.shape.name, partial(self._class_states.place, self._of(unit)))
 
     def _take_group(self, group: dict[str, Any]) -> None:
         if self._unsharded is not None and self._sharded.layout.shard > 1:
@@ -133,7 +173,10 @@ class TorchOptimizer(MasterOptimizer):
                 "when it is made"
             )
         self._unsharded = self._assigned()
-        self.inner.add_param_group(self._held_group(group))
+        made = self._held_group(group)
+        with shrunk(self._on_disk([made])):
+            self.inner.add_param_group(made)
+        self._place_first()
         group.update({key: value for key, value in self.inner.param_groups[-1].items() if key != "params"})
         group["updates"] = self.param_groups[0]["updates"]
 
@@ -146,13 +189,15 @@ class TorchOptimizer(MasterOptimizer):
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.synchronize()  # updates of the last step still use the settings and states of the wrapped class
         self.take_edits()
-        self._settle_groups()
+        self._class_step.begin(self.param_groups)
         pending = {m.name: PendingUpdate(m, grads[m.name]) for m in self._held.values() if m.name in grads}
         if self._unsharded is not None:
             self._unsharded.record_lanes(pending)
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
         for group in self.param_groups:
             group["updates"] += 1
+        if not self.offload.schedule.slots:
+            self._class_step.finish(self.param_groups)
         if len(self._state) < len(self._held):
             self.synchronize()
             self._show_states()
@@ -160,36 +205,47 @@ class TorchOptimizer(MasterOptimizer):
     def _run(self, factor: float, pending: Sequence[PendingUpdate[MasterParam]]) -> None:
         if self._unsharded is not None:
             by_name = {each.stored.name: each for each in pending}
-            self._unsharded.run(ClassUpdate(self.inner, by_name, factor, self._in_use), by_name)
+            self._unsharded.run(ClassUpdate(self._class_step, by_name, factor), by_name)
             return
-        with self._in_use:  # the host lane and, for updates on the device, this thread share the wrapped class
+        with self._class_step.in_use:
             for each in pending:
                 each.stored.follow_edits()
                 master = each.stored.master
                 master.grad = each.grad.float().mul(factor).view(master.shape)
-            self.inner.step()  # skips masters without gradient
+            self._class_step.run()  # skips masters without gradient
             for each in pending:
                 each.stored.master.grad = None
                 each.stored.write_back()
+            self._class_states.place(each.stored for each in pending)
+
+    def synchronize(self) -> None:
+        """Wait as any optimizer, and take over what the class has written into its groups."""
+        super().synchronize()
+        self._class_step.finish(self.param_groups)
+
+    def await_updates(self) -> None:
+        """Wait as any optimizer, and take over what the class has written into its groups."""
+        super().await_updates()
+        self._class_step.finish(self.param_groups)
 
     def _follow(self, unit: Unit) -> None:
-        for param in unit.params.values():
-            if param in self._held:
-                self._held[param].refresh_master()
+        values = [(held, held.values()) for held in self._of(unit)]
+        if values:
+            self.offload.visit(unit.shape.name, partial(_each, MasterParam.refresh_master, values))
 
     def _follow_edits(self, unit: Unit) -> None:
-        for held in self._of(unit):
-            if held.mesh is not None:
-                held.take_edits()
+        values = [(held, held.values()) for held in self._of(unit) if held.mesh is not None]
+        if values:
+            self.offload.visit(unit.shape.name, partial(_each, MasterParam.take_edits, values))
 
     def describe(self) -> list[str]:
         """Return log lines about offload and the kind of updates."""
-        updates = [f"offload: {type(self.inner).__name__} updates with torch's own operations, not in one pass"]
+        updates = [f"offload: {self.rule_name} updates with torch's own operations, not in one pass"]
+        if self._unsharded is not None and self._sharded.layout.moments.tier == "disk":
+            updates.append(
+                f"offload: what {self.rule_name} keeps of whole parameters stays in host memory, not on disk"
+            )
         return super().describe() + (updates if self.offload.schedule.slots else [])
-
-    def _settle_groups(self) -> None:
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key != "params"})
 
     def _show_states(self) -> None:
         for param in self._held:
@@ -199,33 +255,22 @@ class TorchOptimizer(MasterOptimizer):
         """Create initial states for torch's checkpoint helpers, which call `step` with zero gradients and rates."""
         if self._state or any(param.grad is None for param in self._held):
             super()._without_gradients()
-        targets = [held.target for held in self._held.values() if held.target is not None]
-        self._settle_groups()
+        self._class_step.begin(self.param_groups)
         if self._unsharded is not None:
-            for target in targets:
-                update_whole(self.inner, target, *torch.zeros(2, *target.shape, device=target.device))
-        else:
-            for target in targets:
-                target.grad = torch.zeros_like(target)
-            self.inner.step()
-            for target in targets:
-                target.grad = None
+            for target in (held.target for held in self._held.values() if held.target is not None):
+                update_whole(self._class_step, target, *torch.zeros(2, *target.shape, device=target.device))
+        for unit in self._sharded.units if self._unsharded is None else ():
+            if of_unit := self._of(unit):
+                self.offload.visit(unit.shape.name, partial(self._class_states.make, of_unit))
+        self._class_step.finish(self.param_groups)
         self._show_states()
 
     def _states(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the master and states of a parameter; sharded ones of its shape are DTensors placed like it."""
-        held = self._held[param]
-        master, mesh = held.master, held.mesh
-        copied = held.param.dtype == torch.float32  # the master equals the parameter
-        states: dict[str, Any] = {} if copied else {"master": placed_like(master.detach(), param, mesh)}
-        for key, value in self._states_of(held).items():
-            same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
-            states[key] = placed_like(value, param, mesh) if same and self._unsharded is None else value
-        return states
-
-    def _states_of(self, held: MasterParam) -> Mapping[str, Any]:
-        """Return the states that the class keeps for a parameter on this rank."""
-        return {} if held.target is None else self.inner.state.get(held.target, {})
+        held, states = self._held[param], self._class_states.of(self._held[param])
+        if self._unsharded is not None:
+            return {**held.shown({}, self._placement), **states}
+        return held.shown(states, self._placement)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with masters and the states of the wrapped class."""
@@ -246,20 +291,14 @@ class TorchOptimizer(MasterOptimizer):
                 for key, value in state_dict["state"].get(index, {}).items():
                     refuse_other_ranks_shard(f"{self._held[param].name}.{key}", value, param)
                 self._check_owner(self._held[param], state_dict["state"].get(index, {}), updates=saved["updates"])
+        index_of: dict[nn.Parameter, int] = {}
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
-            for param, index in zip(own["params"], saved["params"], strict=True):
-                master, target = self._held[param].master, self._held[param].target
-                values = dict(state_dict["state"].get(index, {}))
-                if "master" in values:
-                    master.data.copy_(local_of(values.pop("master")))
-                if target is not None:
-                    self.inner.state[target] = {
-                        key: local_of(value).to(master.device, copy=True) if isinstance(value, torch.Tensor) else value
-                        for key, value in values.items()
-                    }
+            index_of |= dict(zip(own["params"], saved["params"], strict=True))
         for unit in self._sharded.units:
-            if self._of(unit):
+            values = [(held, _read(state_dict["state"].get(index_of[held.param], {}))) for held in self._of(unit)]
+            if values:
+                self.offload.visit(unit.shape.name, partial(_each, self._class_states.load, values))
                 unit.is_edited = True  # unless the model is loaded too, its current values override the loaded masters
         self._show_states()
 
@@ -279,50 +318,61 @@ class TorchOptimizer(MasterOptimizer):
 
     def portable_states(self, unit: Unit) -> list[StateSpec]:
         """Return the specs of the states that `export_state` exports for a unit, in that order."""
-        return [
+        of_unit = self._of(unit)
+        states = [
             StateSpec(held.name, key, tensor.dtype, tensor.numel(), shape)
-            for held in self._of(unit)
-            for key, tensor, shape in self._carried(unit, held)
+            for held in of_unit
+            for key, tensor, shape in self._class_states.export(held)
         ]
+        if self.offload.held_back(unit.shape.name):
+            states += [StateSpec(held.name, "param", held.param.dtype, held.local.numel()) for held in of_unit]
+        return states
 
     def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
         """Pass each state of a unit to `put(parameter, key, tensor)`, flat [shard]."""
+        of_unit = self._of(unit)
         self.take_edits()
-        for held in self._of(unit):
-            held.follow_edits()
-            for key, tensor, _ in self._carried(unit, held):
-                put(held.name, key, tensor)
+
+        def put_all() -> None:
+            for held in of_unit:
+                held.follow_edits()
+                for key, tensor, _ in self._class_states.export(held):
+                    put(held.name, key, tensor)
+
+        if of_unit:
+            self.offload.visit(unit.shape.name, put_all, changes=False)
+        if self.offload.held_back(unit.shape.name):
+            for held in of_unit:
+                put(held.name, "param", held.values())
 
     def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
         """Import the exported states of a unit, by parameter name, and set its parameters accordingly."""
-        for held in (of_unit := self._of(unit)):
-            master, target, each = held.master, held.target, portable_states[held.name]
-            tensors = dict(each.tensors)
-            stale = tensors.pop("param", None)
-            master.data.view(-1).copy_(tensors.pop("master"))
-            held.write_back()
-            held.local.copy_(to_working(master.data, held.param.dtype).view(-1) if stale is None else stale.view(-1))
-            if stale is not None:
-                self.offload.hold_back(unit.shape.name, work_of([held]))
-            unit.is_edited = False
-            if target is None:
-                continue
-            shaped = tensors if self._unsharded else {key: value.view(master.shape) for key, value in tensors.items()}
-            moments = {key: value.to(master.device, copy=True) for key, value in shaped.items()}
-            numbers = numbers_from(each.scalars)
-            self.inner.state.pop(target, None)  # a save before the first update has no states
-            if moments or numbers:
-                self.inner.state[target] = {**numbers, **moments}
-        if of_unit:
-            self._show_states()
+        of_unit = [(held, portable_states[held.name]) for held in self._of(unit)]
+        if not of_unit:
+            return
+        self.offload.visit(unit.shape.name, partial(_each, self._class_states.take, of_unit))
+        group_of = self._group_of()
+        for held, each in of_unit:
+            values = to_working(each.tensors["master"], held.param.dtype)
+            held.local.copy_(each.tensors.get("param", values).view(-1))
+            self._class_states.take_counts(group_of[held.param], each.scalars)
+        if all("param" in each.tensors for _, each in of_unit):
+            self.offload.hold_back(unit.shape.name, work_of([held for held, _ in of_unit]))
+        unit.is_edited = False
+        self._show_states()
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalar state in JSON types, including scalar states of the wrapped class."""
-        states = {held.name: numbers_of(self.rule_name, self._states_of(held)) for held in self._held.values()}
+        group_of = self._group_of()
+        states = {held.name: self._class_states.numbers(held, group_of[param]) for param, held in self._held.items()}
         if self._unsharded is not None and self._sharded.layout.shard > 1:
             every = gather_json(states, self._sharded.mesh.get_group(SHARD))
             states = {name: {key: value for each in every for key, value in each[name].items()} for name in states}
         return super().scalars() | {"states": states, "updates": self.param_groups[0]["updates"]}
+
+    def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the group of each parameter."""
+        return {param: group for group in self.param_groups for param in group["params"]}
 
     def take_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Restore the values of `scalars`, including the number of updates."""
@@ -343,30 +393,12 @@ class TorchOptimizer(MasterOptimizer):
     def _of(self, unit: Unit) -> list[MasterParam]:
         return [held for param in unit.params.values() if (held := self._held.get(param)) is not None]
 
-    def _carried(self, unit: Unit, held: MasterParam) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...] | None]]:
-        """Yield key, flat tensor, and shape if unsharded, of each state.
-
-        These are the master, states of the class, and an older parameter that forward still uses.
-        """
-        master = held.master
-        yield "master", master.detach().view(-1), None
-        for key, value in sorted(self._states_of(held).items()):  # not in the order in which they were made or loaded
-            if isinstance(value, torch.Tensor) and value.ndim and self._unsharded is not None:
-                yield key, value.reshape(-1), tuple(value.shape)
-            elif isinstance(value, torch.Tensor) and value.ndim and value.shape == master.shape:
-                yield key, value.view(-1), None
-        if self.offload.held_back(unit.shape.name):
-            yield "param", read(held.local), None
-
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the masters, and the states of the wrapped class, that are stored on the device."""
         for held in self._held.values():
             if held.work is None:
                 yield from ([] if held.is_param else [held.master])
-                yield from self._class_states(held)
-
-    def _class_states(self, held: MasterParam) -> list[torch.Tensor]:
-        return [value for value in self._states_of(held).values() if isinstance(value, torch.Tensor) and value.ndim]
+                yield from self._class_states.tensors_of(held)
 
     def state_bytes(self) -> dict[str, int]:
         """Return the device bytes of this rank's param, master, moments (states of the wrapped class) and frozen."""
@@ -374,17 +406,17 @@ class TorchOptimizer(MasterOptimizer):
         for held in self._held.values():
             if held.work is None:
                 totals["master"] += 0 if held.is_param else held.master.untyped_storage().nbytes()
-                totals["moments"] += sum(value.untyped_storage().nbytes() for value in self._class_states(held))
+                totals["moments"] += sum(
+                    value.untyped_storage().nbytes() for value in self._class_states.tensors_of(held)
+                )
         return totals
 
 
-def needs_of(rule: type[torch.optim.Optimizer], elementwise: bool | None = None) -> str:
-    """Return what an update by a class needs (optim/requires_unsharded.py); `elementwise` as in `TorchOptimizer`."""
-    if elementwise is not None:
-        return ELEMENTS if elementwise else PARAMETERS
-    name = rule.__name__ if _is_torchs(rule) else ""
-    return ELEMENTS if name in ELEMENTWISE else PARAMETERS if name in PARAMETERWISE else UNKNOWN
+def _each(do: Callable[[MasterParam, Value], None], values: Iterable[tuple[MasterParam, Value]]) -> None:
+    for held, value in values:
+        do(held, value)
 
 
-def _is_torchs(rule: type[torch.optim.Optimizer]) -> bool:
-    return rule.__module__.startswith("torch.optim")
+def _read(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states of a state dict as plain tensors and numbers."""
+    return {key: read(local_of(each)) if isinstance(each, torch.Tensor) else each for key, each in states.items()}

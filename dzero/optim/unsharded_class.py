@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 
 import torch
 from torch import nn
 
+from dzero.optim.class_step import ClassStep
 from dzero.optim.master_param import MasterParam
 from dzero.optim.offloaded_step import PendingUpdate, device_of
 from dzero.zero.unit_shapes import ParamShape
@@ -32,12 +32,12 @@ def stand_in(shape: Sequence[int], device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.zeros((), device=device).expand(*shape))
 
 
-def update_whole(inner: torch.optim.Optimizer, target: nn.Parameter, grad: torch.Tensor, master: torch.Tensor) -> None:
+def update_whole(step: ClassStep, target: nn.Parameter, grad: torch.Tensor, master: torch.Tensor) -> None:
     """Update a whole master in place from its gradient, by the class that knows its stand-in `target`."""
     empty = target.data
     target.data, target.grad = master, grad
     try:
-        inner.step()  # skips stand-ins without gradient
+        step.run()  # skips stand-ins without gradient
     finally:
         target.data, target.grad = empty, None
 
@@ -47,16 +47,14 @@ class ClassUpdate:
     """The update of a step's parameters by a class, an `UnshardedRule`.
 
     Attributes:
-        inner: The class, with the stand-ins of the parameters that this rank owns.
+        step: The step of the class, which has the stand-ins of the parameters that this rank owns.
         pending: Updates by parameter name.
         factor: Factor of the gradients: unscaling and clipping.
-        in_use: Held while the class runs, which a lane of the host and the main thread share.
     """
 
-    inner: torch.optim.Optimizer
+    step: ClassStep
     pending: Mapping[str, PendingUpdate[MasterParam]]
     factor: float
-    in_use: Lock
 
     @property
     def device(self) -> torch.device:
@@ -75,8 +73,8 @@ class ClassUpdate:
         grad, master = inputs
         target = self.pending[name].stored.target
         assert target is not None
-        with self.in_use:
-            update_whole(self.inner, target, grad, master)
+        with self.step.in_use:
+            update_whole(self.step, target, grad, master)
         return master
 
     def apply(self, name: str, result: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from dzero.estimate.search import Ranking, Subject, search
 from dzero.launch.config import launched
 from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
-from dzero.optim.build import moments_of
+from dzero.optim.build import owned_states
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, units_of
 from dzero.plan.plan_run import check_foreseen, hardware_of
 from dzero.plan.run_layout import layout_of, ranks_of
@@ -81,7 +81,7 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
         hardware=hardware,
         step_tokens=config.train.sequences(config.mesh.readers(ranks)) * config.train.sequence_tokens,
         model_flops=flops,
-        moments=moments_of(config.optim),
+        owned=owned_states(config.optim),
     )
 
 

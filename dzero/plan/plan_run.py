@@ -26,7 +26,7 @@ from dzero.mesh import PIPELINE, local_ranks
 from dzero.models.build import flops_per_token
 from dzero.models.moe import MoE
 from dzero.monitor.tensorboard import TensorBoardSink
-from dzero.optim.build import moments_of
+from dzero.optim.build import owned_states
 from dzero.parallel.expert.dispatch import expected_experts
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
@@ -155,7 +155,7 @@ def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | 
                 hardware=hardware,
                 step_tokens=train.sequences(config.mesh.readers(ranks)) * train.sequence_tokens,
                 model_flops=flops,
-                moments=moments_of(config.optim),
+                owned=owned_states(config.optim),
             )
         )
     fullest, slowest = max(found, key=lambda each: each.peak_bytes), max(found, key=lambda each: each.pace.step_s or 0)

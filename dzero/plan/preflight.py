@@ -43,7 +43,7 @@ from dzero.launch.devices import device_type
 from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.offload.disk_nodes import by_node, nodes_of_local_ranks
-from dzero.optim.build import check_options, moments_of
+from dzero.optim.build import check_options, owned_states
 from dzero.plan.auto import candidates_of, resolve_auto, subject_of
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, pipeline_stages_of, units_of
 from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
@@ -168,7 +168,7 @@ def _needed(config: RunConfig, part: int) -> StepMemory:
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
-    return memory_of(layout, units, costs, device_type(config.launch), moments_of(config.optim))
+    return memory_of(layout, units, costs, device_type(config.launch), owned_states(config.optim))
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:

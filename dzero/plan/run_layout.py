@@ -20,7 +20,7 @@ from dzero.errors import import_optional, user_errors
 from dzero.launch.config import check_group, launched
 from dzero.launch.devices import check_workers, device_type, worker_count
 from dzero.models.hf import check_folder
-from dzero.optim.build import check_layout, check_rule_name
+from dzero.optim.build import check_layout, check_rule_name, rule_states
 from dzero.parallel.blocks import apply_loss_tiles
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.divisibility import check_microbatches
@@ -74,7 +74,7 @@ def layout_of(config: RunConfig, device: str, ranks: int | None = None) -> Layou
     if config.mesh.pp > 1:
         check_microbatches(config.mesh.pp_schedule, layout.microbatches, config.mesh.pp)
     check_layout(config.optim, layout, {"block.tiles": config.block.tiles})
-    return layout
+    return replace(layout, rule_states=rule_states(config.optim))
 
 
 def parallel_of(config: RunConfig) -> ParallelConfig:

@@ -36,6 +36,9 @@ from dzero.zero.offload_config import FROZEN, KINDS, OffloadConfig
 from dzero.zero.quantized_weights import CODECS, WeightCodec
 from dzero.zero.unit_shapes import ParamShape, UnitShape
 
+RuleStates = tuple[tuple[str, torch.dtype], ...]
+"""Key and dtype of each tensor of a parameter's shape that a class of `torch.optim` keeps for every parameter."""
+
 
 @dataclass(frozen=True)
 class TableRow:
@@ -107,6 +110,8 @@ class Layout:
     """Format of codes, if parameters are copied from the host to the device in blocks."""
     node_ranks: int | None = None
     """Setting `ZeroConfig.node_ranks`."""
+    rule_states: RuleStates | None = None
+    """What moments are, if a class of `torch.optim` keeps them; None for both of AdamW."""
     settings: Settings = field(default=Settings({}), repr=False, compare=False)
     """Settings that the layout was derived from, for checks of what comes later, such as an update rule."""
 

@@ -26,6 +26,10 @@ RUNS = {
     "another rule for matrices": "optim.rule=muon optim.muon.lr=1e-3 zero.stage=3",
     "matrices on disk": "optim.rule=muon zero.stage=3 offload=infinity offload.disk.paths=[{folder}]",
     "a rule with owners": "optim.rule=Adafactor optim.lr=1e-2 zero.stage=3",
+    "another rule, on disk": "optim.rule=Adam optim.options={amsgrad:true} zero.stage=3 offload=infinity "
+    "offload.disk.paths=[{folder}]",
+    "another rule, on disk and late": "optim.rule=NAdam zero.stage=2 precision=bf16 offload=disk "
+    "offload.disk.paths=[{folder}] offload.overlap=delayed offload.delay_warmup_steps=1",
     "a rule with owners, on the host": "optim.rule=Adafactor optim.lr=1e-2 zero.stage=2 offload=host",
     "tiles": "block.tiles=3 zero.stage=3 block.loss_tiles=2 block.embedding_tiles=2 model.tied=false",
 }

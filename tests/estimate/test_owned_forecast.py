@@ -10,7 +10,7 @@ from training_loops import sharded_net, train
 
 from dzero import OffloadConfig
 from dzero.estimate.memory import off_device
-from dzero.optim.build import build_optimizer, moments_of
+from dzero.optim.build import build_optimizer, owned_states
 from dzero.optim.config import OptimConfig
 from dzero.optim.owned_states import OwnedStates
 from dzero.optim.torch_optimizer import TorchOptimizer
@@ -31,7 +31,7 @@ def counted(rank: int, ranks: int, kind: dict[str, Any]) -> dict[str, tuple[int,
     offload = OffloadConfig(**kind["offload"]) if "offload" in kind else None
     sharded = sharded_net("uneven", **{**kind, "offload": offload})
     config = OptimConfig(rule="Adafactor", lr=0.01)
-    optim, owned = build_optimizer(sharded, config), moments_of(config)
+    optim, owned = build_optimizer(sharded, config), owned_states(config)
     assert isinstance(optim, TorchOptimizer)
     assert isinstance(owned, OwnedStates)
     train(sharded, optim, "uneven", steps=1)

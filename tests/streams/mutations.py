@@ -115,6 +115,7 @@ UNSEEN = {
     "optim/master_handover.py take_over: unit.wait_for_update",
     "optim/torch_optimizer.py TorchOptimizer._update: self.synchronize",
     "optim/torch_optimizer.py TorchOptimizer.load_state_dict: self.synchronize",
+    "optim/torch_optimizer.py TorchOptimizer.synchronize: super().synchronize",
     "trainer/trainer.py Trainer.run: self.optim.synchronize",
     "zero/offloaded_param.py OffDeviceShard.read: self.memory.await_update",
     "zero/offloaded_param.py _on_host: tensor.memory.await_update",
