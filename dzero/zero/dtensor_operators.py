@@ -9,19 +9,22 @@
     nn.init.normal_(weight), on CPU     the same rows on every rank     rows of what one process draws for the whole
     F.mse_loss(weight, anchor)          gradients times the ranks       gradients of the whole mean
     loss + weight.norm()                an error in backward            the gradient of `loss` is an ordinary tensor
+    loss(weight.full_tensor(), data)    a shard gets the gradient of    the mean over the ranks, as for any loss
+                                        its own rank's data
 
 Only DTensors on meshes of sharded models are affected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from dzero.utils.torch_internals import (
     Arguments,
@@ -56,6 +59,7 @@ _meshes: WeakSet[DeviceMesh] = WeakSet()
 def watch_operators(meshes: Iterable[DeviceMesh]) -> None:
     """Run operators on DTensors on `meshes` as the table says from now on."""
     _meshes.update(meshes)
+    _average_over_ranks()
     handle_operators(
         {
             number_operator(): _number,
@@ -67,6 +71,26 @@ def watch_operators(meshes: Iterable[DeviceMesh]) -> None:
             **dict.fromkeys(BACKWARDS, _loss_backward),
         }
     )
+
+
+@cache
+def _average_over_ranks() -> None:
+    """Let the backward of `full_tensor()` average the gradients of the ranks, unless the caller says what they are.
+
+    The whole tensor is the same on all ranks, but what each computes of it may depend on its own data.
+    """
+    whole_of = DTensor.full_tensor
+
+    @wraps(whole_of)
+    def full_tensor(self: DTensor, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        if grad_placements is None and self.requires_grad and torch.is_grad_enabled() and _is_sharded_models(self):
+            sizes = self.device_mesh.shape
+            grad_placements = [Partial("avg") if size > 1 else Replicate() for size in sizes]
+            if any(each.is_partial() for each in self.placements):  # a norm, whose gradient takes no sums
+                self = self.redistribute(placements=[Replicate()] * len(sizes))
+        return whole_of(self, grad_placements=grad_placements)
+
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
 def _is_sharded_models(tensor: Any) -> bool:

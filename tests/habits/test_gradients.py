@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import small_decoders
 import torch
-from loops_of_torch import HABITS, HOST, LIMIT, RATE, edited, in_dzero, in_torch, whole
+from loops_of_torch import HABITS, HOST, LIMIT, OPTIONS, RATE, edited, in_dzero, in_torch, whole
 from pool import Pool
 from torch import Tensor, nn
-from training_loops import unequal
+from training_loops import sharded_net, unequal
 
-from dzero import ZeroConfig, shard
+from dzero import AdamW, OffloadConfig, ZeroConfig, shard
 
 TOLERANCE = 1e-6
 
@@ -124,3 +125,39 @@ def gradients_of_three(rank: int, ranks: int, stage: int) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_microbatch_counts_where_a_parameter_of_the_unit_is_never_used(pool: Pool, stage: int) -> None:
     assert pool.run(gradients_of_three, 2, stage) == [[3.0] * 4] * 2
+
+
+def of_own_data(model: nn.Module, batch: Tensor, rank: int) -> Tensor:
+    """A loss that reads whole weights beside the forward, by hand, and differs between ranks."""
+    drawn = torch.Generator().manual_seed(rank)
+    total: Tensor = small_decoders.loss_fn(model, batch)
+    for param in list(model.parameters())[::2]:
+        by_hand = whole(param) * torch.randn(param.shape, generator=drawn)
+        total = total + 0.1 * (by_hand.square().mean() + whole(param.norm()) * by_hand.detach().abs().mean())
+    return total
+
+
+def read_whole(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> dict[str, Tensor]:
+    tiers = OffloadConfig(**offload) if offload else None
+    sharded = sharded_net("even", stage=stage, param="fp32", offload=tiers)
+    optim = AdamW(sharded, **OPTIONS)  # type: ignore[arg-type]
+    for of_step in small_decoders.batches("even", steps=2, ranks=ranks, microbatches=1):
+        of_own_data(sharded.model, of_step[rank][0], rank).backward()  # type: ignore[no-untyped-call]
+        optim.step()
+    optim.synchronize()
+    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (1, {}), (2, HOST), (3, {}), (3, {"param": "host", **HOST})])
+def test_a_loss_of_a_ranks_own_data_may_read_whole_weights(pool: Pool, stage: int, offload: dict[str, str]) -> None:
+    """By itself, DTensor gives each shard the gradient of its own rank's loss."""
+    model = small_decoders.build("even")
+    optim = torch.optim.AdamW(model.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    for of_step in small_decoders.batches("even", steps=2, ranks=2, microbatches=1):
+        optim.zero_grad()
+        losses = [of_own_data(model, of_step[rank][0], rank) for rank in range(2)]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        optim.step()
+    for found in pool.run(read_whole, 2, stage, offload):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=TOLERANCE, msg=name)
