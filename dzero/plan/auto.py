@@ -136,13 +136,17 @@ def default_of(config: RunConfig, key: str) -> Any:
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Return the run with chosen values of some settings; raises ValueError like the dataclasses."""
+    """Return the run with chosen values of some settings; raises ValueError like the dataclasses.
+
+    What is given of scratch disks, in case they are chosen, is left out if they are not.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
     chosen = {group: replace(getattr(config, group), **each) for group, each in groups.items()}
-    return replace(config, auto=False, **chosen)
+    run = replace(config, auto=False, **chosen)
+    return replace(run, offload=run.offload.without_idle())
 
 
 def _costs(config: RunConfig, has_fp8: bool, recompute: str, microbatch: int) -> MicrobatchCosts:

@@ -62,7 +62,7 @@ def layout_of(config: RunConfig, device: str, ranks: int | None = None) -> Layou
     layout = Layout.of(
         config.zero,
         config.precision,
-        config.offload,
+        config.offload.without_idle() if config.auto else config.offload,
         replicate=replicate,
         shard=shard,
         microbatches=config.train.microbatches(config.mesh.readers(ranks)),

@@ -151,7 +151,8 @@ class Layout:
         hybrid = replicate > 1 and shard > 1
         axes = {"axis.replicate": replicate, "axis.shard": shard}
         cuts = {"mesh.tp": model_ranks, "mesh.pp": pipeline_ranks, "mesh.ep": expert_ranks}
-        settings = Settings.of(zero=zero, precision=precision, offload=offload).having(axes | cuts)
+        on_disk = {"offload.uses_disk": offload.uses_disk}
+        settings = Settings.of(zero=zero, precision=precision, offload=offload).having(axes | cuts | on_disk)
         check_compatible(settings)
         if expert_ranks > 1:
             expert_degrees(replicate, shard, expert_ranks, model_ranks)

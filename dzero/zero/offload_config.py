@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dzero.compatibility import check_compatible
 from dzero.utils.ranges import FRACTION, MOST_BYTES, check, positive, whole
@@ -18,6 +18,7 @@ PAGE_BYTES = 4096
 MOST_BLOCK_BYTES = 1 << 30
 MOST_THREADS = 64
 MOST_AHEAD = 10_000
+PREFETCH_UNITS = 2
 WEIGHT = positive(1e18)
 
 
@@ -99,7 +100,7 @@ class OffloadConfig:
     """Steps before overlap=delayed begins to delay updates."""
     activations: str = "device"
     """Tier of the inputs that checkpointed blocks keep for backward: device, host or disk."""
-    prefetch_units: int = 2
+    prefetch_units: int = PREFETCH_UNITS
     """Number of units (parameters, optimizer states) and blocks (activations) that are loaded from disk ahead of their
     use; each takes host memory."""
     disk: DiskConfig = field(default_factory=DiskConfig)
@@ -119,7 +120,7 @@ class OffloadConfig:
         check("offload", self, undo_bytes=undo, delay_warmup_steps=whole(0), prefetch_units=ahead)
         if self.activations not in TIERS:
             raise ValueError(f"offload.activations={self.activations!r}: choose one of {list(TIERS)}")
-        check_compatible(Settings.of(offload=self).having({"offload.uses_disk": self.uses_disk}))
+        check_compatible(Settings.of(offload=self))
 
     @property
     def mode(self) -> str:
@@ -130,6 +131,10 @@ class OffloadConfig:
     def uses_disk(self) -> bool:
         """Whether any states or activations are on disk."""
         return "disk" in {self.activations, *map(self.tier, (*KINDS, FROZEN))}
+
+    def without_idle(self) -> OffloadConfig:
+        """Return these settings without those of scratch disks, if nothing is on disk."""
+        return self if self.uses_disk else replace(self, disk=DiskConfig(), prefetch_units=PREFETCH_UNITS)
 
     def tier(self, kind: str) -> str:
         """Return the tier of "param", "grad", "master", "moments" or "frozen"."""

@@ -27,7 +27,7 @@ from dzero.overrides import composed
 from dzero.plan.auto import candidates_of, choose, default_of, given_settings, subject_of, with_settings
 from dzero.plan.search_tables import nothing_fits, ranking_tables, words
 from dzero.utils.terminal import plain
-from dzero.zero.offload_config import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS, DiskConfig, OffloadConfig
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -286,10 +286,18 @@ def test_a_choice_can_be_pasted(searched: Searched) -> None:
         assert again == with_settings(config, best.settings)
 
 
+def test_given_scratch_disks_are_those_of_choices_on_disk(tmp_path: Path) -> None:
+    config = run_of(*SMALL, f"offload.disk.paths=[{tmp_path}]", "offload.prefetch_units=3")
+    on_disk = with_settings(config, {"offload.master": "disk", "offload.moments": "disk"}).offload
+    assert (on_disk.disk.paths, on_disk.prefetch_units) == ([str(tmp_path)], 3)
+    assert with_settings(config, {"offload.master": "host"}).offload == OffloadConfig(master="host")
+
+
 def test_train_says_what_was_chosen_and_trains_it(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     settings = [*SMALL, "hardware=laptop", "train.steps=1", "monitor.tensorboard=false", f"data.path={text}"]
     settings += ["train.evaluate_batches=0", "train.microbatch_sequences=1"]
+    settings += [f"offload.disk.paths=[{tmp_path}]"]  # in case that disks are chosen
     command = [sys.executable, str(ROOT / "train.py"), *settings]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
