@@ -19,7 +19,7 @@ from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.param_state import MOMENTS, InitialValues, ParamState
 from dzero.optim.speculative_step import SpeculativeStep
 from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
-from dzero.optim.torch_state_dict import check_torchs, is_torchs, take_torchs
+from dzero.optim.torch_state_dict import check_torchs, is_torchs, refuse_other_rules, take_torchs
 from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.rounding import to_working
 from dzero.zero.sharded import Sharded
@@ -82,6 +82,7 @@ class AdamW(MasterOptimizer):
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         super()._check_groups(named)
         for group in self.param_groups:
+            refuse_other_rules(group, "a parameter group")
             for key in ("lr", "eps", "weight_decay"):
                 if not group[key] >= 0:
                     raise ValueError(f"{key}={group[key]}: pass a number that is not negative")
@@ -238,6 +239,7 @@ class AdamW(MasterOptimizer):
 
         `scale` is the factor of the gradients.
         """
+        refuse_other_rules(group, "a parameter group")
         lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         settings = float(lr), tuple(betas), float(eps), float(decay), scale
         return lambda stored, step: _coefficients(step, *settings)
@@ -257,7 +259,7 @@ class AdamW(MasterOptimizer):
                 if each.stored.moments8:
                     each.stored.keep(update.states, exchanged=each.exchanged != (before_piece is not None))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _take_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy the values of a state dict into the existing states, bit for bit.
 
         Args:
@@ -266,13 +268,8 @@ class AdamW(MasterOptimizer):
         Raises:
             ValueError: The kind, dtype or shape of a state differs. No state has been changed.
         """
-        self.synchronize()
         groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                f"state dict has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
-                f"{[len(g['params']) for g in self.param_groups]}"
-            )
+        self._check_lengths(groups)
         foreign = is_torchs(state_dict)
         saved_of: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for own, saved in zip(self.param_groups, groups, strict=True):

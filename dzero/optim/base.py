@@ -14,14 +14,15 @@ construction on, and loading copies values into them. Their dtype, device and pl
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.comm.spans import span
@@ -35,6 +36,8 @@ from dzero.zero.guards import refuse_unknown
 from dzero.zero.layout import RuleStates
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit, as_module
+
+Hooks = OrderedDict[int, Callable[..., Any]]
 
 
 class StateSpec(NamedTuple):
@@ -68,14 +71,18 @@ def trained(sharded: Sharded) -> list[nn.Parameter]:
     return [named[name] for name in sharded.names if name in named and named[name].requires_grad]
 
 
+def _registered(hooks: Hooks, hook: Callable[..., Any], *, prepend: bool) -> RemovableHandle:
+    """Add a hook as the last, or as the first if `prepend`, and return the handle that removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    if prepend:
+        hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
 def _plain(value: Any) -> Any:
     """Return a setting of a group; a tensor with one element, as a rate may be, as a number."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Return whether both sequences hold the same objects in the same order."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -106,13 +113,14 @@ class MasterOptimizer(torch.optim.Optimizer):
         sharded.check_unparked()
         named = sharded.named_params()
         self._sharded, self.max_norm, self._is_made = sharded, max_norm, False
+        self._before_load, self._after_load = Hooks(), Hooks()
         super().__init__(trained(sharded) if params is None else params, defaults)
         fp16 = sharded.layout.param.dtype == torch.float16
         self.scaler = LossScaler((scaler or ScalerConfig()) if fp16 else None)
         self.last_decision: StepDecision | None = None
         self.skipped_steps = 0
         self.consecutive_skips = 0
-        self._is_fp16, self._loss_was_scaled = fp16, not fp16
+        self._is_fp16, self._loss_was_scaled, self._is_unscaled = fp16, not fp16, False
         self._refusal: Callable[[], str] | None = None
         self._check_groups(named)
         if sharded.stages is None:
@@ -121,10 +129,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         take_over(sharded)
         self.offload = OffloadManager(sharded, self._rule_states())
         self.gradients = Gradients(sharded, owned, self.offload)
+        if fp16:
+            self.gradients.refuse_scaled(self)
         self.offload.take_params()
         self._hook_state_dicts()
         for unit in sharded.units:
             unit.watch(self)
+        self._known = {param for group in self.param_groups for param in group["params"]}
         self._is_made = True
 
     @property  # type: ignore[override]
@@ -161,6 +172,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._take_group(self.param_groups[-1])
+        self._known.update(self.param_groups[-1]["params"])
 
     def _rule_states(self) -> RuleStates | None:
         """Return the states of a class that lie where the layout has moments, or None for those of AdamW."""
@@ -231,12 +243,51 @@ class MasterOptimizer(torch.optim.Optimizer):
                     f"{name} was frozen when the model was sharded, so it gets no gradients: set requires_grad before "
                     "shard(), and leave it out of the optimizer until it is to be trained"
                 )
-        self._names, self._lists = names, lists
+        self._names, self._in_groups = names, self._ids_in_groups()
+
+    def _ids_in_groups(self) -> list[list[int]]:
+        """Return the ids of the parameters of each group, whose lists anybody may change."""
+        return [[*map(id, group["params"])] for group in self.param_groups]
+
+    def _check_known(self) -> None:
+        """Raise ValueError if the lists of the groups were given a parameter that the optimizer has no states for."""
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param not in self._known and param in self._names:
+                raise ValueError(
+                    f"{self._names[param]} was put into the list of a parameter group, so it has no states: call "
+                    'optim.add_param_group({"params": [param]}) for it'
+                )
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on: `loss` times the loss scale for fp16, otherwise `loss` itself."""
         self._loss_was_scaled = True
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
+
+    @property
+    def grad_scale(self) -> float:
+        """Factor by which the present gradients are multiplied: for fp16 the loss scale, until `unscale_`; else 1."""
+        return 1.0 if self._is_unscaled else self.scaler.scale
+
+    @torch.no_grad()
+    def unscale_(self) -> None:
+        """Divide the gradients of this step by the loss scale, before `.grad` is clipped or edited; all ranks call it.
+
+        Without fp16, nothing changes. `max_norm` needs no call.
+
+        Raises:
+            RuntimeError: The gradients are fp16, in which small ones would become zero.
+        """
+        if self.grad_scale == 1.0:
+            return
+        if self._sharded.layout.grad.dtype == torch.float16:
+            raise RuntimeError(
+                "unscale_() of fp16 gradients would set small ones to zero: take precision.grad=fp32, or clip by "
+                "max_norm= of the optimizer"
+            )
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None:
+                param.grad.mul_(1.0 / self.grad_scale)
+        self._is_unscaled = True
 
     def refuse_step(self, why: Callable[[], str]) -> None:
         """Make the next `step` change nothing, as if a gradient were non-finite; call this on all ranks.
@@ -267,13 +318,14 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not same_objects(self._lists, [group["params"] for group in self.param_groups]):
+        if self._in_groups != self._ids_in_groups():
+            self._check_known()
             self._check_groups(self._sharded.named_params())
         self._sharded.end_step()
         # A forward without backward (evaluation) may have left unsharded parameters, which the update would make stale.
         self._sharded.reshard()
         with span("step decide"):
-            decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
+            decision = self.gradients.decide(scale=self.grad_scale, max_norm=self.max_norm)
         why, self._refusal = self._refusal() if self._refusal is not None else "", None
         if why:
             decision = replace(decision, finite=False, nonfinite_params=(why, *decision.nonfinite_params))
@@ -300,7 +352,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         )
 
     def _record(self, decision: StepDecision) -> None:
-        self._loss_was_scaled = not self._is_fp16
+        self._loss_was_scaled, self._is_unscaled = not self._is_fp16, False
         self.gradients.clear()
         self.last_decision = decision
         self.scaler.update(finite=decision.finite)
@@ -317,6 +369,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not, e.g. of microbatches that must not count or of a backward that raised."""
         self.gradients.drop()
+        self._is_unscaled = False
         super().zero_grad(set_to_none)
 
     def describe(self) -> list[str]:
@@ -344,6 +397,42 @@ class MasterOptimizer(torch.optim.Optimizer):
         packed: dict[str, Any] = super().state_dict()  # reads `state`, which synchronizes
         packed["state"] = {number: dict(states) for number, states in packed["state"].items()}
         return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy the values of a state dict into the states, and its settings into the groups.
+
+        Args:
+            state_dict: State dict of this class, or of the class of `torch.optim` that it stands for, from which each
+                rank copies its own shards.
+
+        Raises:
+            ValueError: The groups or states are others. Nothing has been changed.
+        """
+        for before in self._before_load.values():
+            if (changed := before(self, state_dict)) is not None:
+                state_dict = changed
+        self.synchronize()
+        self._take_state_dict(state_dict)
+        for after in self._after_load.values():
+            after(self)
+
+    def _take_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy the values of a state dict; called when no update is under way."""
+        raise NotImplementedError
+
+    def _check_lengths(self, saved_groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ValueError if the groups of a state dict have other numbers of parameters."""
+        saved, own = ([len(group["params"]) for group in some] for some in (saved_groups, self.param_groups))
+        if saved != own:
+            raise ValueError(f"state dict has groups of {saved} parameters, this optimizer {own}")
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Call `hook(optimizer, state_dict)` before states are loaded; it may return another state dict."""
+        return _registered(self._before_load, hook, prepend=prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Call `hook(optimizer)` after states were loaded."""
+        return _registered(self._after_load, hook, prepend=prepend)
 
     @property
     def unsharded_states(self) -> Mapping[str, bool]:

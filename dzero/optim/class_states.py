@@ -103,3 +103,14 @@ class ClassStates:
         counts = {key.removeprefix(IN_GROUP): n for key, n in scalars.items() if key.startswith(IN_GROUP)}
         group.update(numbers_from(counts))
         self._step.counted |= numbers_from(counts).keys()
+
+
+def summary_of(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers that differ wherever states differ, in all likelihood: sums of tensors and of their squares."""
+    return {
+        key: (float(value.double().sum()), float(value.double().square().sum()))
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in states.items()
+        if key != "master"
+    }

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch import nn
 
 Values = dict[str, Any]
 
@@ -32,8 +33,9 @@ class ClassStep:
         self._before: list[Values] = []
         self._made: list[Values] = []
 
-    def begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Begin a step of training, with the settings in `groups`."""
+    def begin(self, groups: Sequence[Mapping[str, Any]], params: Sequence[list[nn.Parameter]]) -> None:
+        """Begin a step of training, with the settings in `groups` and the class's `params` of each group."""
+        self.inner.param_groups[:] = [{"params": each} for each in params]
         self._before = [_settings(group) for group in groups] + [_numbers(vars(self.inner))]
         self._made = [{} for _ in self._before]
 
@@ -46,7 +48,7 @@ class ClassStep:
         for group, before in zip(self.inner.param_groups, self._before, strict=False):
             params = group["params"]
             group.clear()
-            group.update({key: _copied(value) for key, value in before.items()} | {"params": params})
+            group.update({"params": params} | {key: _copied(value) for key, value in before.items()})
         vars(self.inner).update(self._before[-1])
         self.inner.step()
         after = [*map(_settings, self.inner.param_groups), _numbers(vars(self.inner))]

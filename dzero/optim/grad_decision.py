@@ -30,6 +30,7 @@ from dzero.optim.grad_accumulation import EarlyUpdates, Named, UnitGrads
 from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, check_alike, in_rank_order
 from dzero.optim.grad_views import GradMaker
 from dzero.optim.pipeline_grads import PipelineGrads
+from dzero.optim.scaled_grads import Scaled, refuse_scaled
 from dzero.utils.numba_views import has_memory
 from dzero.zero.dtensor_operators import watch_operators
 from dzero.zero.dtensors import local_of
@@ -122,6 +123,11 @@ class Gradients:
         """Register `early`, held weakly, for updates of units as soon as their gradients are complete."""
         for unit in self._units:
             unit.early = weakref.ref(early)
+
+    def refuse_scaled(self, optim: Scaled) -> None:
+        """Refuse norms and limits of the units' `.grad` while `optim` says that they are scaled."""
+        for unit in self._units:
+            refuse_scaled(unit, optim)
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return this rank's reduced gradients by name, flat [local shard], still scaled and unclipped."""

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dzero.utils.torch_internals import spec_of
-from dzero.zero.dtensors import local_of
+from dzero.zero.dtensors import local_of, part_of
 from dzero.zero.offloaded_param import OffDeviceShard, OffDeviceTensor
 from dzero.zero.watched_tensor import WatchedTensor, Watcher
 
@@ -48,10 +48,14 @@ class GradUse(Watcher, Protocol):
 
 
 class OffloadedGradStorage:
-    """Storage (`zero.offloaded_param.TensorStorage`) of a gradient off the device, valid within its step."""
+    """Storage (`zero.offloaded_param.TensorStorage`) of a gradient off the device, valid within its step.
+
+    Attributes:
+        use: Returns the owner of the gradient, or None if it is gone.
+    """
 
     def __init__(self, name: str, use: weakref.ref[GradUse]) -> None:
-        self._name, self._use = name, use
+        self._name, self.use = name, use
         self._generation = self._owner().generation
 
     def get(self) -> torch.Tensor:
@@ -63,7 +67,7 @@ class OffloadedGradStorage:
         self._current().put(self._name, flat)
 
     def _owner(self) -> GradUse:
-        if (use := self._use()) is None:
+        if (use := self.use()) is None:
             raise RuntimeError(f"{self._name}: its gradient is gone with the optimizer that kept it off the device")
         return use
 
@@ -116,7 +120,12 @@ class GradMaker:
 
 
 def flat_of(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """Return the local part of a `.grad` that autograd or the user set, flat and placed like the parameter."""
+    """Return the local part of a `.grad` that autograd or the user set, flat and placed like the parameter.
+
+    A plain tensor is this rank's part, or, if it has the shape of the parameter, the whole gradient.
+    """
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
+    elif not isinstance(grad, DTensor) and isinstance(param, DTensor):
+        grad = part_of(grad, param)
     return local_of(grad).reshape(-1)

@@ -102,6 +102,7 @@ class Muon(AdamW):
         for group in self.param_groups:
             if group["rule"] not in RULES:
                 raise ValueError(f"a parameter group's rule={group['rule']!r}: choose one of {list(RULES)}")
+            self._check_rule(group)
             self._rules |= dict.fromkeys(group["params"], group["rule"])
         matrices = {self._names[param]: param for param, rule in self._rules.items() if rule == "muon"}
         if not matrices:
@@ -115,6 +116,15 @@ class Muon(AdamW):
                 )
         check_whole(matrices, self._sharded, "muon")
 
+    def _check_rule(self, group: Mapping[str, Any]) -> None:
+        """Raise ValueError if a group has another rule than its parameters had when the optimizer was made."""
+        for param in group["params"]:
+            if self._rules.get(param, group["rule"]) != group["rule"]:
+                raise ValueError(
+                    f"{self._names[param]} has the states of rule={self._rules[param]!r}, and its group "
+                    f"rule={group['rule']!r} now: make another optimizer for other rules"
+                )
+
     def _take_group(self, group: dict[str, Any]) -> None:
         self.param_groups.remove(group)
         raise ValueError(
@@ -125,6 +135,7 @@ class Muon(AdamW):
         return MOMENTS[:1] if self._rules.get(param) == "muon" else MOMENTS
 
     def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[ParamState, int], Any]:
+        self._check_rule(group)
         if group["rule"] != "muon":
             return super()._coefficients(group, scale)
         options = {key: group[key] for key in (*OPTIONS, "weight_decay")}
@@ -147,13 +158,13 @@ class Muon(AdamW):
         others = len(self._rules) - len(self._matrices)
         return [f"muon: {len(self._matrices)} matrices, {others} other parameters by adamw", *super().describe()]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the values of a state dict whose groups have the same rules, as `AdamW.load_state_dict` does."""
+    def _take_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy the values of a state dict whose groups have the same rules."""
         saved = [group.get("rule") for group in state_dict["param_groups"]]
         own = [group["rule"] for group in self.param_groups]
         if saved != own:
             raise ValueError(f"the state dict's groups have the rules {saved}, this optimizer's {own}")
-        super().load_state_dict(state_dict)
+        super()._take_state_dict(state_dict)
 
     def take_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Restore the values of `scalars`; raise ValueError if rule="muon" applied to other parameters."""

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import gather_json
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import SHARD
 from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
-from dzero.optim.class_states import ClassStates
+from dzero.optim.class_states import ClassStates, summary_of
 from dzero.optim.class_step import ClassStep
 from dzero.optim.element_states import Make, check_initial, element_states, shrunk, tried_states
 from dzero.optim.loss_scaler import ScalerConfig
@@ -34,7 +35,7 @@ from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS, check_rule, che
 from dzero.optim.state_placement import StatePlacement, params_device_bytes, read
 from dzero.optim.unsharded_class import INPUTS, PAYLOAD, ClassUpdate, cost_of, stand_in, update_whole
 from dzero.optim.unsharded_updates import UnshardedUpdates
-from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
+from dzero.zero.dtensors import local_of, part_of, refuse_other_ranks_shard
 from dzero.zero.layout import RuleStates
 from dzero.zero.rounding import to_working
 from dzero.zero.sharded import Sharded
@@ -97,6 +98,7 @@ class TorchOptimizer(MasterOptimizer):
         with shrunk(self._on_disk(groups)):
             self.inner = self._class_step.inner = self._make(groups)
         self._place_first()
+        self.defaults.update(self.inner.defaults)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
             own["updates"] = 0  # saved with the group, because classes like SGD keep no step count
@@ -189,8 +191,9 @@ class TorchOptimizer(MasterOptimizer):
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.synchronize()  # updates of the last step still use the settings and states of the wrapped class
         self.take_edits()
-        self._class_step.begin(self.param_groups)
-        pending = {m.name: PendingUpdate(m, grads[m.name]) for m in self._held.values() if m.name in grads}
+        self._begin()
+        held = [self._held[param] for group in self.param_groups for param in group["params"]]
+        pending = {each.name: PendingUpdate(each, grads[each.name]) for each in held if each.name in grads}
         if self._unsharded is not None:
             self._unsharded.record_lanes(pending)
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
@@ -201,6 +204,11 @@ class TorchOptimizer(MasterOptimizer):
         if len(self._state) < len(self._held):
             self.synchronize()
             self._show_states()
+
+    def _begin(self) -> None:
+        """Begin a step of the class, with the parameters and settings that the groups have now."""
+        targets = [[self._held[param].target for param in group["params"]] for group in self.param_groups]
+        self._class_step.begin(self.param_groups, [[each for each in some if each is not None] for some in targets])
 
     def _run(self, factor: float, pending: Sequence[PendingUpdate[MasterParam]]) -> None:
         if self._unsharded is not None:
@@ -255,7 +263,7 @@ class TorchOptimizer(MasterOptimizer):
         """Create initial states for torch's checkpoint helpers, which call `step` with zero gradients and rates."""
         if self._state or any(param.grad is None for param in self._held):
             super()._without_gradients()
-        self._class_step.begin(self.param_groups)
+        self._begin()
         if self._unsharded is not None:
             for target in (held.target for held in self._held.values() if held.target is not None):
                 update_whole(self._class_step, target, *torch.zeros(2, *target.shape, device=target.device))
@@ -279,18 +287,23 @@ class TorchOptimizer(MasterOptimizer):
         packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
         return packed
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy masters and states from a state dict; dtype and device of the masters do not change.
+    def _take_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy masters and states from a state dict, also of the class itself in one process.
+
+        Dtype and device of the masters do not change.
 
         Raises:
             ValueError: The states are another rank's. Nothing has been changed.
         """
-        self.synchronize()
+        self._check_lengths(state_dict["param_groups"])
+        if any("updates" not in group for group in state_dict["param_groups"]):
+            state_dict = self._of_one_process(state_dict)
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, index in zip(own["params"], saved["params"], strict=True):
                 for key, value in state_dict["state"].get(index, {}).items():
                     refuse_other_ranks_shard(f"{self._held[param].name}.{key}", value, param)
-                self._check_owner(self._held[param], state_dict["state"].get(index, {}), updates=saved["updates"])
+                states = _read(state_dict["state"].get(index, {}))
+                self._check_owner(self._held[param], states, updates=saved["updates"])
         index_of: dict[nn.Parameter, int] = {}
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
@@ -302,12 +315,37 @@ class TorchOptimizer(MasterOptimizer):
                 unit.is_edited = True  # unless the model is loaded too, its current values override the loaded masters
         self._show_states()
 
+    def _of_one_process(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict of the class in one process, with this rank's parts of its tensors."""
+        states: dict[int, dict[str, Any]] = {}
+        groups = [{**group, "updates": 0} for group in state_dict["param_groups"]]
+        for own, group in zip(self.param_groups, groups, strict=True):
+            for param, index in zip(own["params"], group["params"], strict=True):
+                held, saved = self._held[param], state_dict["state"].get(index, {})
+                if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
+                    raise ValueError(
+                        f"{held.name} is cut along other axes too: load a state dict of torch.optim without them"
+                    )
+                group["updates"] = max(group["updates"], int(saved.get("step", 1 if saved else 0)))
+                states[index] = {} if held.target is None else dict(saved)
+                for key, value in saved.items() if self._unsharded is None and isinstance(param, DTensor) else ():
+                    if isinstance(value, torch.Tensor):
+                        states[index][key] = part_of(value, param)
+        return {"state": states, "param_groups": groups}
+
     def _check_owner(self, held: MasterParam, saved: Mapping[str, Any], *, updates: int) -> None:
         """Raise ValueError if unsharded states were saved on another rank than the one that owns the parameter now."""
         if self._unsharded is not None and updates and (saved.keys() <= {"master"}) == (held.target is not None):
             raise ValueError(
                 f"{held.name}: the state dict was saved where another rank owned this parameter: load it through DCP, "
                 "or save and resume with dzero.Checkpointer"
+            )
+        # torch's helpers make one step to have states, and leave them where a file has none.
+        is_new = self._unsharded is not None and saved and self.param_groups[0]["updates"] <= 1 < updates
+        if is_new and summary_of(saved) == summary_of(self._class_states.of(held)):
+            raise ValueError(
+                f"{held.name}: the state dict has no states of it. With full_state_dict=True, torch saves those of the "
+                "parameters that rank 0 owns: save without it, or with dzero.Checkpointer"
             )
 
     @property
@@ -355,7 +393,7 @@ class TorchOptimizer(MasterOptimizer):
         for held, each in of_unit:
             values = to_working(each.tensors["master"], held.param.dtype)
             held.local.copy_(each.tensors.get("param", values).view(-1))
-            self._class_states.take_counts(group_of[held.param], each.scalars)
+            self._class_states.take_counts(group_of.get(held.param, {}), each.scalars)
         if all("param" in each.tensors for _, each in of_unit):
             self.offload.hold_back(unit.shape.name, work_of([held for held, _ in of_unit]))
         unit.is_edited = False
@@ -364,7 +402,9 @@ class TorchOptimizer(MasterOptimizer):
     def scalars(self) -> dict[str, Any]:
         """Return the scalar state in JSON types, including scalar states of the wrapped class."""
         group_of = self._group_of()
-        states = {held.name: self._class_states.numbers(held, group_of[param]) for param, held in self._held.items()}
+        states = {
+            held.name: self._class_states.numbers(held, group_of.get(param, {})) for param, held in self._held.items()
+        }
         if self._unsharded is not None and self._sharded.layout.shard > 1:
             every = gather_json(states, self._sharded.mesh.get_group(SHARD))
             states = {name: {key: value for each in every for key, value in each[name].items()} for name in states}

@@ -18,18 +18,32 @@ from dzero.optim.param_state import MOMENTS, ParamState
 OTHER_RULES = ("amsgrad", "maximize")
 
 
+def refuse_other_rules(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a group sets what AdamW of torch.optim knows, and AdamW here does not; `where` it is."""
+    for key in OTHER_RULES:
+        if group.get(key):
+            raise ValueError(
+                f"{where} has {key}=True, which dzero.AdamW does not know: take dzero.TorchOptimizer(sharded, "
+                f"torch.optim.AdamW, {key}=True)"
+            )
+
+
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
     """Return whether a state dict holds plain tensors, as torch.optim saves them, instead of DTensors."""
     states = state_dict["state"].values()
-    return any(isinstance(each.get(key), torch.Tensor) for each in states for key in MOMENTS) and not any(
-        isinstance(value, DTensor) for each in states for value in each.values()
-    )
+    if any(isinstance(value, DTensor) for each in states for value in each.values()):
+        return False
+    return not states or any(isinstance(each.get(key), torch.Tensor) for each in states for key in MOMENTS)
 
 
 def check_torchs(group: Mapping[str, Any], stored: ParamState, saved: Mapping[str, Any]) -> None:
     """Raise ValueError for states of another rule or parameter, or a parameter that other mesh axes also cut."""
-    if on := [key for key in OTHER_RULES if group.get(key)]:
-        raise ValueError(f"the state dict of torch.optim has {on[0]}=True, which AdamW here does not know")
+    refuse_other_rules(group, "the state dict of torch.optim")
+    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+        raise ValueError(
+            f"the state dict is of torch.optim.Adam with weight_decay={group['weight_decay']}, which adds it to "
+            "gradients, and dzero.AdamW decays the parameters: take dzero.TorchOptimizer(sharded, torch.optim.Adam)"
+        )
     shape = tuple(stored.param.shape)
     found = {key: tuple(value.shape) or (1,) for key, value in saved.items() if key != "step"}
     if found and found != dict.fromkeys(MOMENTS, shape):

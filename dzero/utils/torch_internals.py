@@ -140,6 +140,9 @@ OPERATORS = Seam(
     (
         "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
         "torch:ops.aten._local_scalar_dense",
+        "torch:ops.aten._foreach_norm",
+        "torch:ops.aten._foreach_clamp_min_",
+        "torch:ops.aten._foreach_clamp_max_",
     ),
     "numbers, rows, random values and losses of sharded tensors",
     "float() and item() of a sharded tensor silently return this rank's part, writes into its rows are lost, and "
@@ -343,6 +346,13 @@ Arguments = tuple[object, ...]
 Keywords = dict[str, object]
 
 
+def clipping_operators() -> tuple[Any, ...]:
+    """Return the operators by which `clip_grad_norm_`, `get_total_norm` and `clip_grad_value_` take values."""
+    aten = torch.ops.aten
+    foreach = (aten._foreach_norm.Scalar, aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar)
+    return aten.linalg_vector_norm.default, aten.clamp_.default, *foreach
+
+
 def handle_operators(handlers: Mapping[Any, Callable[[Any, Arguments, Keywords], Any]]) -> None:
     """Let each handler, called as `handler(operator, args, kwargs)`, run its operator on DTensors, in this process."""
     if OPERATORS.is_there:
@@ -505,12 +515,17 @@ def _gather_each(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group:
     would refuse those of inputs that require gradients.
     """
     with torch._C._AutoDispatchBelowAutograd():
-        pairs = zip(outputs, inputs, strict=True)
+        pairs = [[_gathered(each) for each in pair] for pair in zip(outputs, inputs, strict=True)]
         works = [torch.ops.c10d._allgather_base_.default(*pair, group, async_op, -1)[1] for pair in pairs]
     if len(works) == 1:
         return works[0]
     every = torch.futures.collect_all([dist.Work.unbox(work).get_future() for work in works])
     return import_module("torch._C._distributed_c10d")._create_work_from_future(every).boxed()
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a dtype that gloo can gather: it has no int16, which masters keep as remainders."""
+    return tensor.view(torch.float16) if tensor.dtype == torch.int16 else tensor
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

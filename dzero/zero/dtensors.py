@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dzero.utils.torch_internals import local_tensor_of, schema_of, tree_leaves
 
@@ -47,6 +47,13 @@ def placed_like(
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def part_of(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return this rank's part of a plain tensor that has the whole shape of `like`; any other tensor itself."""
+    if tensor.shape != like.shape or tensor.shape == local_of(like).shape:
+        return tensor
+    return local_of(distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None))
 
 
 def refuse_other_ranks_shard(name: str, saved: torch.Tensor, own: torch.Tensor) -> None:
