@@ -92,6 +92,7 @@ class TorchOptimizer(MasterOptimizer):
         self._unsharded = self._assigned()
         self._placement = StatePlacement(sharded, self.offload)
         self._held: dict[nn.Parameter, MasterParam] = {}
+        self._first_states: dict[str, dict[str, Any]] = {}
         self._tiers: OffloadedStep[MasterParam] = OffloadedStep(sharded, self.offload)
         groups = [self._held_group(group) for group in self.param_groups]
         self.offload.settle()
@@ -258,6 +259,9 @@ class TorchOptimizer(MasterOptimizer):
     def _show_states(self) -> None:
         for param in self._held:
             self._state.put(param, self._states(param))
+        if self._unsharded is not None and not self._first_states:
+            # torch's helpers make a step to have states, and leave them where a file has none.
+            self._first_states = {each.name: summary_of(self._class_states.of(each)) for each in self._held.values()}
 
     def _without_gradients(self) -> None:
         """Create initial states for torch's checkpoint helpers, which call `step` with zero gradients and rates."""
@@ -302,8 +306,8 @@ class TorchOptimizer(MasterOptimizer):
             for param, index in zip(own["params"], saved["params"], strict=True):
                 for key, value in state_dict["state"].get(index, {}).items():
                     refuse_other_ranks_shard(f"{self._held[param].name}.{key}", value, param)
-                states = _read(state_dict["state"].get(index, {}))
-                self._check_owner(self._held[param], states, updates=saved["updates"])
+        if self._unsharded is not None:
+            self._check_owners(state_dict)
         index_of: dict[nn.Parameter, int] = {}
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
@@ -333,19 +337,24 @@ class TorchOptimizer(MasterOptimizer):
                         states[index][key] = part_of(value, param)
         return {"state": states, "param_groups": groups}
 
-    def _check_owner(self, held: MasterParam, saved: Mapping[str, Any], *, updates: int) -> None:
-        """Raise ValueError if unsharded states were saved on another rank than the one that owns the parameter now."""
-        if self._unsharded is not None and updates and (saved.keys() <= {"master"}) == (held.target is not None):
+    def _check_owners(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError if states of whole parameters were saved on other ranks than those that own them now."""
+        are_first, most = list[bool](), 0
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            most = max(most, saved["updates"])
+            for param, index in zip(own["params"], saved["params"], strict=True):
+                held, states = self._held[param], state_dict["state"].get(index, {})
+                if saved["updates"] and (states.keys() <= {"master"}) == (held.target is not None):
+                    raise ValueError(
+                        f"{held.name}: the state dict was saved where another rank owned this parameter: load it "
+                        "through DCP, or save and resume with dzero.Checkpointer"
+                    )
+                if held.target is not None:
+                    are_first.append(summary_of(_read(states)) == self._first_states.get(held.name))
+        if self.param_groups[0]["updates"] <= 1 < most and are_first and all(are_first):
             raise ValueError(
-                f"{held.name}: the state dict was saved where another rank owned this parameter: load it through DCP, "
-                "or save and resume with dzero.Checkpointer"
-            )
-        # torch's helpers make one step to have states, and leave them where a file has none.
-        is_new = self._unsharded is not None and saved and self.param_groups[0]["updates"] <= 1 < updates
-        if is_new and summary_of(saved) == summary_of(self._class_states.of(held)):
-            raise ValueError(
-                f"{held.name}: the state dict has no states of it. With full_state_dict=True, torch saves those of the "
-                "parameters that rank 0 owns: save without it, or with dzero.Checkpointer"
+                "the state dict has no states of the parameters that this rank owns. With full_state_dict=True, torch "
+                "saves those of rank 0: save without it, or with dzero.Checkpointer"
             )
 
     @property
