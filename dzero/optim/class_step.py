@@ -35,7 +35,10 @@ class ClassStep:
 
     def begin(self, groups: Sequence[Mapping[str, Any]], params: Sequence[list[nn.Parameter]]) -> None:
         """Begin a step of training, with the settings in `groups` and the class's `params` of each group."""
-        self.inner.param_groups[:] = [{"params": each} for each in params]
+        own = self.inner.param_groups  # the same groups and lists, which the class may refer to
+        own[len(params) :] = [{"params": []} for _ in params[len(own) :]]
+        for group, targets in zip(own, params, strict=True):
+            group["params"][:] = targets
         self._before = [_settings(group) for group in groups] + [_numbers(vars(self.inner))]
         self._made = [{} for _ in self._before]
 
