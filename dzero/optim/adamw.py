@@ -109,6 +109,7 @@ class AdamW(MasterOptimizer):
         On disk, the states of a unit are stored together, and an fp32 parameter is its own master there. The first
         call for such a unit therefore initializes the states of its other parameters too.
         """
+        owned = owned - self._stored.keys()  # one that was taken out of a group has its states
         shapes = {shape.name: shape for shape in unit.shape.params}
         initial: list[tuple[ParamState, InitialValues]] = []
         placement, is_first = self._placement, not self._of(unit)

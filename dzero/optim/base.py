@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
@@ -143,6 +143,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """States by parameter, once no update is in progress; values may be written in place, but entries are fixed."""
         if self._is_made:
             self.synchronize()
+            self._refresh_states()
         return self._state
 
     @state.setter
@@ -150,6 +151,9 @@ class MasterOptimizer(torch.optim.Optimizer):
         if self._is_made:
             raise RuntimeError(REPLACED)
         self._state = StateMapping()
+
+    def _refresh_states(self) -> None:
+        """Put the states that updates use now into `_state`."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group between steps, e.g. for parameters that were just unfrozen.
@@ -259,8 +263,19 @@ class MasterOptimizer(torch.optim.Optimizer):
                 )
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on: `loss` times the loss scale for fp16, otherwise `loss` itself."""
+        """Return the loss to call backward on: `loss` times the loss scale for fp16, otherwise `loss` itself.
+
+        Raises:
+            RuntimeError: Gradients that `unscale_` has divided are still there.
+        """
         self._loss_was_scaled = True
+        if self._is_unscaled:
+            if any(True for _ in self._grads()):
+                raise RuntimeError(
+                    "a backward after unscale_() would add scaled gradients to unscaled ones: call step() or "
+                    "zero_grad() before it"
+                )
+            self._is_unscaled = False
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
     @property
@@ -275,7 +290,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         Without fp16, nothing changes. `max_norm` needs no call.
 
         Raises:
-            RuntimeError: The gradients are fp16, in which small ones would become zero.
+            RuntimeError: There are no gradients of a last microbatch, or they are fp16, in which small ones would
+                become zero.
         """
         if self.grad_scale == 1.0:
             return
@@ -284,10 +300,17 @@ class MasterOptimizer(torch.optim.Optimizer):
                 "unscale_() of fp16 gradients would set small ones to zero: take precision.grad=fp32, or clip by "
                 "max_norm= of the optimizer"
             )
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if param.grad is not None:
-                param.grad.mul_(1.0 / self.grad_scale)
+        grads = [*self._grads()]
+        if not grads:
+            raise RuntimeError("unscale_() without gradients: call it after the backward of the last microbatch")
+        for grad in grads:
+            grad.mul_(1.0 / self.grad_scale)
         self._is_unscaled = True
+
+    def _grads(self) -> Iterator[torch.Tensor]:
+        """Yield the `.grad` that the parameters of the groups have."""
+        for group in self.param_groups:
+            yield from (param.grad for param in group["params"] if param.grad is not None)
 
     def refuse_step(self, why: Callable[[], str]) -> None:
         """Make the next `step` change nothing, as if a gradient were non-finite; call this on all ranks.
@@ -321,6 +344,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if self._in_groups != self._ids_in_groups():
             self._check_known()
             self._check_groups(self._sharded.named_params())
+            self.gradients.own([self._names[param] for group in self.param_groups for param in group["params"]])
         self._sharded.end_step()
         # A forward without backward (evaluation) may have left unsharded parameters, which the update would make stale.
         self._sharded.reshard()
@@ -408,6 +432,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: The groups or states are others. Nothing has been changed.
         """
+        state_dict = dict(state_dict)  # for hooks, as in torch
         for before in self._before_load.values():
             if (changed := before(self, state_dict)) is not None:
                 state_dict = changed

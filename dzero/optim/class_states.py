@@ -69,13 +69,22 @@ class ClassStates:
             self.place([held])
 
     def export(self, held: MasterParam) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...] | None]]:
-        """Yield key, flat tensor, and shape if it is unsharded, of the master and of each state."""
+        """Yield key, flat tensor, and shape if it is unsharded, of the master and of each state.
+
+        Raises:
+            TypeError: A state of a shard has another shape.
+        """
         yield "master", held.master.detach().view(-1), None
         for key, value in sorted(self.of(held).items()):  # not in the order in which they were made or loaded
             if isinstance(value, torch.Tensor) and value.ndim and self._whole:
                 yield key, value.reshape(-1), tuple(value.shape)
             elif isinstance(value, torch.Tensor) and value.ndim and value.shape == held.master.shape:
                 yield key, value.view(-1), None
+            elif isinstance(value, torch.Tensor) and value.ndim:
+                raise TypeError(
+                    f"{held.name}: {type(self._step.inner).__name__} keeps the state {key!r} of shape "
+                    f"{tuple(value.shape)}, and checkpoints hold tensors of the parameter's shape and numbers"
+                )
 
     def take(self, held: MasterParam, portable: PortableState) -> None:
         """Import the master and the states of a parameter, and round the master into the working copy."""
@@ -95,7 +104,7 @@ class ClassStates:
         if held.target is None:
             return {}
         rule = type(self._step.inner).__name__
-        counts = {key: group[key] for key in self._step.counted if key in group}
+        counts = {key: group[key] for key in self._step.counted if key in group and _is_number(group[key])}
         return numbers_of(rule, self.of(held)) | {IN_GROUP + key: n for key, n in numbers_of(rule, counts).items()}
 
     def take_counts(self, group: dict[str, Any], scalars: Mapping[str, float]) -> None:
@@ -103,6 +112,10 @@ class ClassStates:
         counts = {key.removeprefix(IN_GROUP): n for key, n in scalars.items() if key.startswith(IN_GROUP)}
         group.update(numbers_from(counts))
         self._step.counted |= numbers_from(counts).keys()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
 def summary_of(states: Mapping[str, Any]) -> dict[str, Any]:

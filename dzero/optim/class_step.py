@@ -30,17 +30,21 @@ class ClassStep:
 
     def __init__(self) -> None:
         self.in_use, self.counted = Lock(), set[str]()
+        self._groups: list[dict[str, Any]] = []
         self._before: list[Values] = []
         self._made: list[Values] = []
+        self._has_run = True
 
-    def begin(self, groups: Sequence[Mapping[str, Any]], params: Sequence[list[nn.Parameter]]) -> None:
+    def begin(self, groups: Sequence[dict[str, Any]], params: Sequence[list[nn.Parameter]]) -> None:
         """Begin a step of training, with the settings in `groups` and the class's `params` of each group."""
         own = self.inner.param_groups  # the same groups and lists, which the class may refer to
         own[len(params) :] = [{"params": []} for _ in params[len(own) :]]
         for group, targets in zip(own, params, strict=True):
             group["params"][:] = targets
+        self._groups = [*groups]
         self._before = [_settings(group) for group in groups] + [_numbers(vars(self.inner))]
         self._made = [{} for _ in self._before]
+        self._has_run = False
 
     def run(self) -> None:
         """Run the class's step for the parameters that have gradients; hold `in_use`.
@@ -52,7 +56,10 @@ class ClassStep:
             params = group["params"]
             group.clear()
             group.update({"params": params} | {key: _copied(value) for key, value in before.items()})
+        for key in _numbers(vars(self.inner)).keys() - self._before[-1].keys():
+            delattr(self.inner, key)  # made in an earlier run
         vars(self.inner).update(self._before[-1])
+        self._has_run = True
         self.inner.step()
         after = [*map(_settings, self.inner.param_groups), _numbers(vars(self.inner))]
         for before, made, now in zip(self._before, self._made, after, strict=True):
@@ -64,9 +71,14 @@ class ClassStep:
                         "take zero.stage=0 with all states on the device, and leave elementwise out"
                     )
 
-    def finish(self, groups: Sequence[dict[str, Any]]) -> None:
-        """End a step of training: write what the class made into `groups`, except where others have changed it."""
-        for group, before, made in zip(groups, self._before, self._made, strict=False):
+    def finish(self) -> None:
+        """End a step of training: write what the class made into the groups, except where others have changed it.
+
+        Where no parameter of this rank had a gradient, the class runs once without any, so that it counts the step.
+        """
+        if not self._has_run:
+            self.run()
+        for group, before, made in zip(self._groups, self._before, self._made, strict=False):
             group.update({key: value for key, value in made.items() if _same(group.get(key), before.get(key))})
             self.counted |= made.keys()
         if self._made:
@@ -95,5 +107,7 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return _on_host(one) and _on_host(other) and torch.equal(one, other)
-    return bool(one == other)
+        if not _on_host(one) or not _on_host(other) or one.shape != other.shape:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    return bool(one == other) or bool(one != one and other != other)  # not a number

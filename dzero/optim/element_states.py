@@ -7,6 +7,7 @@ itself in its first update of a parameter, and `MasterParam.place` then moves th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -102,4 +103,5 @@ def shrunk(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _made(make: Make, groups: Sequence[Mapping[str, Any]], params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return make([{**settings, "params": [param]} for settings, param in zip(groups, params, strict=True)])
+    tried = copy.deepcopy([*groups])  # a class may write into tensors and lists of its settings
+    return make([{**settings, "params": [param]} for settings, param in zip(tried, params, strict=True)])

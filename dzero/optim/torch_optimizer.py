@@ -12,6 +12,7 @@ Those of an element-wise class have the same bits only if its kernels guarantee 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -84,15 +85,17 @@ class TorchOptimizer(MasterOptimizer):
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of all parameters at once
         shape = sharded.shapes[0].params[0].shape if self._needs == PARAMETERS else (1,)
-        rule([stand_in(shape, torch.device("cpu"))], **options)  # raises for invalid options before states are moved
         self._class_step = ClassStep()
         self._class_states = ClassStates(self._class_step, whole=self._needs == PARAMETERS)
         self._make: Make = lambda groups: rule(groups, **options)
+        self._try: Make = lambda groups: rule(groups, **copy.deepcopy(options))
+        self._try([{"params": [stand_in(shape, torch.device("cpu"))]}])  # raises for options before states are moved
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         self._unsharded = self._assigned()
         self._placement = StatePlacement(sharded, self.offload)
         self._held: dict[nn.Parameter, MasterParam] = {}
         self._first_states: dict[str, dict[str, Any]] = {}
+        self._is_shown = True
         self._tiers: OffloadedStep[MasterParam] = OffloadedStep(sharded, self.offload)
         groups = [self._held_group(group) for group in self.param_groups]
         self.offload.settle()
@@ -111,8 +114,8 @@ class TorchOptimizer(MasterOptimizer):
             return ()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         if tier == "disk":
-            check_initial(self._make, groups)
-        return element_states(partial(tried_states, self._make, groups))
+            check_initial(self._try, groups)
+        return element_states(partial(tried_states, self._try, groups))
 
     def _shapes(self) -> list[ParamShape]:
         """Return the shapes of all parameters of the groups."""
@@ -139,6 +142,7 @@ class TorchOptimizer(MasterOptimizer):
         On disk, an fp32 parameter is its own master, and the masters of a unit lie together. The first call for such a
         unit therefore writes those of its other parameters too.
         """
+        owned = owned - self._held.keys()  # one that was taken out of a group has its states
         made: list[tuple[MasterParam, torch.Tensor]] = []
         keys, is_first = [key for key, _ in self.offload.buffer_layout.layout.rule_states or ()], not self._of(unit)
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
@@ -200,11 +204,13 @@ class TorchOptimizer(MasterOptimizer):
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
         for group in self.param_groups:
             group["updates"] += 1
+        self._is_shown = False
         if not self.offload.schedule.slots:
-            self._class_step.finish(self.param_groups)
-        if len(self._state) < len(self._held):
+            self._class_step.finish()
+        if self._unsharded is not None and not self._first_states:
+            # torch's helpers make a step to have states, and leave them where a file has none.
             self.synchronize()
-            self._show_states()
+            self._first_states = {each.name: summary_of(self._class_states.of(each)) for each in self._held.values()}
 
     def _begin(self) -> None:
         """Begin a step of the class, with the parameters and settings that the groups have now."""
@@ -230,12 +236,12 @@ class TorchOptimizer(MasterOptimizer):
     def synchronize(self) -> None:
         """Wait as any optimizer, and take over what the class has written into its groups."""
         super().synchronize()
-        self._class_step.finish(self.param_groups)
+        self._class_step.finish()
 
     def await_updates(self) -> None:
         """Wait as any optimizer, and take over what the class has written into its groups."""
         super().await_updates()
-        self._class_step.finish(self.param_groups)
+        self._class_step.finish()
 
     def _follow(self, unit: Unit) -> None:
         values = [(held, held.values()) for held in self._of(unit)]
@@ -256,12 +262,15 @@ class TorchOptimizer(MasterOptimizer):
             )
         return super().describe() + (updates if self.offload.schedule.slots else [])
 
+    def _refresh_states(self) -> None:
+        if not self._is_shown:
+            self._show_states()
+
     def _show_states(self) -> None:
+        """Show the states that the class has now: it may make or replace some in any update."""
+        self._is_shown = True
         for param in self._held:
             self._state.put(param, self._states(param))
-        if self._unsharded is not None and not self._first_states:
-            # torch's helpers make a step to have states, and leave them where a file has none.
-            self._first_states = {each.name: summary_of(self._class_states.of(each)) for each in self._held.values()}
 
     def _without_gradients(self) -> None:
         """Create initial states for torch's checkpoint helpers, which call `step` with zero gradients and rates."""
@@ -274,7 +283,7 @@ class TorchOptimizer(MasterOptimizer):
         for unit in self._sharded.units if self._unsharded is None else ():
             if of_unit := self._of(unit):
                 self.offload.visit(unit.shape.name, partial(self._class_states.make, of_unit))
-        self._class_step.finish(self.param_groups)
+        self._class_step.finish()
         self._show_states()
 
     def _states(self, param: nn.Parameter) -> dict[str, Any]:
@@ -285,10 +294,11 @@ class TorchOptimizer(MasterOptimizer):
         return held.shown(states, self._placement)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, with masters and the states of the wrapped class."""
-        packed = super().state_dict()  # waits for pending updates
-        params = [p for group in self.param_groups for p in group["params"]]
-        packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
+        """Return the state dict, with masters and the states of the wrapped class; with masters before any update."""
+        packed = super().state_dict()
+        if not packed["state"]:
+            params = [param for group in self.param_groups for param in group["params"]]
+            packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
         return packed
 
     def _take_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -323,6 +333,8 @@ class TorchOptimizer(MasterOptimizer):
         """Return a state dict of the class in one process, with this rank's parts of its tensors."""
         states: dict[int, dict[str, Any]] = {}
         groups = [{**group, "updates": 0} for group in state_dict["param_groups"]]
+        for own, group in zip(self.param_groups, groups, strict=True):
+            group.update({key: own[key] for key in ("foreach", "fused") if key in own})
         for own, group in zip(self.param_groups, groups, strict=True):
             for param, index in zip(own["params"], group["params"], strict=True):
                 held, saved = self._held[param], state_dict["state"].get(index, {})

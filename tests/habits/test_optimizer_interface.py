@@ -78,6 +78,60 @@ def test_lists_of_parameter_groups_may_be_edited(pool: Pool, edit: str, offload:
         torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6, msg=name)
 
 
+def taken_out(rank: int, ranks: int, rule: str, offload: dict[str, str]) -> dict[str, Any]:
+    """A parameter is taken out of its group, others are added, and then it comes back."""
+    tiers = OffloadConfig(**offload) if offload else None
+    sharded = sharded_net("even", stage=2, param="fp32", offload=tiers)
+    first, second, *rest = sharded.model.parameters()
+    params = [first, *rest]
+    optim: MasterOptimizer
+    if rule == "adamw":
+        optim = AdamW(sharded, params, lr=1e-3, max_norm=1e-3)
+    else:
+        optim = TorchOptimizer(sharded, torch.optim.SGD, params, max_norm=1e-3, **SGD)
+    norms = []
+    for step, of_step in enumerate(small_decoders.batches("even", steps=5, ranks=ranks, microbatches=1)):
+        backward(sharded, optim, of_step[rank])
+        if step == 1:
+            optim.param_groups[0]["params"].pop(0)
+        if step == 2:
+            optim.add_param_group({"params": [second]})
+        if step == 3:
+            optim.add_param_group({"params": [first]})
+        grads = [param.grad for group in optim.param_groups for param in group["params"] if param.grad is not None]
+        norm = float(whole(nn.utils.get_total_norm(grads)))
+        optim.step()
+        assert optim.last_decision is not None
+        norms.append(optim.last_decision.norm / norm)
+    states = {key: whole(value).clone() for key, value in optim.state[first].items() if value.ndim}
+    return {"norms": norms, "first": whole(first.detach()).clone(), **states}
+
+
+@pytest.mark.parametrize("offload", [{}, HOST], ids=["device", "host"])
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+def test_a_parameter_that_was_taken_out_comes_back_with_its_states(
+    pool: Pool, rule: str, offload: dict[str, str]
+) -> None:
+    model = small_decoders.build("even")
+    first, second, *rest = model.parameters()
+    kind, options = (torch.optim.AdamW, {"lr": 1e-3}) if rule == "adamw" else (torch.optim.SGD, SGD)
+    optim = kind([first, *rest], **options)
+    for step, of_step in enumerate(small_decoders.batches("even", steps=5, ranks=2, microbatches=1)):
+        model.zero_grad()
+        torch.stack([small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]).mean().backward()  # type: ignore[no-untyped-call]
+        if step == 1:
+            optim.param_groups[0]["params"].pop(0)
+        if step in (2, 3):
+            optim.add_param_group({"params": [second if step == 2 else first]})
+        nn.utils.clip_grad_norm_([param for group in optim.param_groups for param in group["params"]], 1e-3)
+        optim.step()
+    for found in pool.run(taken_out, 2, rule, offload):
+        assert found["norms"] == pytest.approx([1] * 5, rel=1e-5)
+        torch.testing.assert_close(found["first"], first.detach(), rtol=0, atol=1e-6)
+        for key in ("exp_avg", "exp_avg_sq") if rule == "adamw" else ("momentum_buffer",):
+            torch.testing.assert_close(found[key], optim.state[first][key], rtol=1e-4, atol=1e-10, msg=key)
+
+
 def refused(rank: int, ranks: int) -> list[str]:
     """What is said of a parameter in a list by hand, of settings of another AdamW, and of another rule."""
 
@@ -210,6 +264,8 @@ def unscaled(rank: int, ranks: int, offload: dict[str, str]) -> dict[str, Any]:
         optim = TorchOptimizer(sharded, torch.optim.SGD, lr=0.1)
         params = [*sharded.model.parameters()]
         (of_step,) = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)
+        with pytest.raises(RuntimeError, match=r"backward of the last microbatch|precision\.grad=fp32"):
+            optim.unscale_()
         backward(sharded, optim, of_step[rank])
         for clip in (
             lambda: nn.utils.clip_grad_norm_(params, 0.1),  # noqa: B023
@@ -224,6 +280,12 @@ def unscaled(rank: int, ranks: int, offload: dict[str, str]) -> dict[str, Any]:
             continue
         optim.unscale_()
         optim.unscale_()  # once is enough
+        with pytest.raises(RuntimeError, match="a backward after unscale_"):
+            backward(sharded, optim, of_step[rank])
+        sharded.model.zero_grad()
+        backward(sharded, optim, of_step[rank])  # scaled again
+        assert optim.grad_scale == 65536
+        optim.unscale_()
         told["norm"] = float(whole(nn.utils.clip_grad_norm_(params, 0.1)))
         optim.step()
         decision = optim.last_decision
