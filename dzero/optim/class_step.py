@@ -35,12 +35,15 @@ class ClassStep:
         self._made: list[Values] = []
         self._has_run = True
 
-    def begin(self, groups: Sequence[dict[str, Any]], params: Sequence[list[nn.Parameter]]) -> None:
-        """Begin a step of training, with the settings in `groups` and the class's `params` of each group."""
+    def regroup(self, params: Sequence[list[nn.Parameter]]) -> None:
+        """Let the class have groups of these parameters."""
         own = self.inner.param_groups  # the same groups and lists, which the class may refer to
         own[len(params) :] = [{"params": []} for _ in params[len(own) :]]
         for group, targets in zip(own, params, strict=True):
             group["params"][:] = targets
+
+    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Begin a step of training, with the settings in `groups`, which are those of the class after `regroup`."""
         self._groups = [*groups]
         self._before = [_settings(group) for group in groups] + [_numbers(vars(self.inner))]
         self._made = [{} for _ in self._before]

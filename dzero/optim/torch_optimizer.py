@@ -180,6 +180,7 @@ class TorchOptimizer(MasterOptimizer):
                 "when it is made"
             )
         self._unsharded = self._assigned()
+        self._regroup(self.param_groups[:-1])
         made = self._held_group(group)
         with shrunk(self._on_disk([made])):
             self.inner.add_param_group(made)
@@ -214,8 +215,13 @@ class TorchOptimizer(MasterOptimizer):
 
     def _begin(self) -> None:
         """Begin a step of the class, with the parameters and settings that the groups have now."""
-        targets = [[self._held[param].target for param in group["params"]] for group in self.param_groups]
-        self._class_step.begin(self.param_groups, [[each for each in some if each is not None] for some in targets])
+        self._regroup(self.param_groups)
+        self._class_step.begin(self.param_groups)
+
+    def _regroup(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Let the class have the parameters of `groups`, whose lists anybody may change."""
+        targets = [[self._held[param].target for param in group["params"]] for group in groups]
+        self._class_step.regroup([[each for each in some if each is not None] for some in targets])
 
     def _run(self, factor: float, pending: Sequence[PendingUpdate[MasterParam]]) -> None:
         if self._unsharded is not None:

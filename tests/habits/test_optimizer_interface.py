@@ -98,6 +98,9 @@ def taken_out(rank: int, ranks: int, rule: str, offload: dict[str, str]) -> dict
             optim.add_param_group({"params": [second]})
         if step == 3:
             optim.add_param_group({"params": [first]})
+            optim.param_groups[-1]["params"].pop(0)
+            optim.param_groups.pop()
+            optim.add_param_group({"params": [first]})  # at once
         grads = [param.grad for group in optim.param_groups for param in group["params"] if param.grad is not None]
         norm = float(whole(nn.utils.get_total_norm(grads)))
         optim.step()
