@@ -660,16 +660,22 @@ OPTIMIZER = (
     ),
     *(
         Rule(
-            f"{key}>1 optim.rule optim.needs!=elements",
+            f"{key}>1 optim.rule {needs}",
             "it mixes elements of a matrix, and those that are cut along other axes or into tiles are not put together",
             f"{key}=1, or {ADAMW}",
             f"{example} {key}=2",
         )
-        for key, example in (
-            ("mesh.tp", "optim.rule=muon"),
-            ("block.tiles", "optim.rule=muon"),
-            ("mesh.ep", "optim.rule=Adafactor zero.stage=0 model=tiny_moe"),
+        for key, needs, example in (
+            ("mesh.tp", "optim.needs=unknown", "optim.rule=LBFGS zero.stage=0"),
+            ("block.tiles", "optim.needs!=elements", "optim.rule=muon"),
+            ("mesh.ep", "optim.needs!=elements", "optim.rule=Adafactor zero.stage=0 model=tiny_moe"),
         )
+    ),
+    Rule(
+        "optim.rule optim.needs=parameters param.fused",
+        "its parts are not put together",
+        f"mesh.tp=1, or {ADAMW}",
+        "",
     ),
     Rule(
         "optim.rule optim.needs=unknown zero.stage!=0",

@@ -32,6 +32,11 @@ LIBRARY = {"zero", "precision", "offload", "axis"}
 IN_PYTHON = {
     "zero.stage=0 axis.shard>1": {"zero.stage": 0, "axis.shard": 2},
     "precision.moments=int8 param.fused": {"precision.moments": "int8", "param.fused": "qkv.weight"},
+    "optim.rule optim.needs=parameters param.fused": {
+        "optim.rule": "muon",
+        "optim.needs": "parameters",
+        "param.fused": "qkv.weight",
+    },
     "offload.frozen params.frozen=false": {"offload.frozen": "host", "params.frozen": False},
     "precision.frozen params.quantized=false": {"precision.frozen": "nf4", "params.quantized": False},
     "offload.frozen!=device|null mesh.ep>1": {"offload.frozen": "host", "mesh.ep": 2},

@@ -108,11 +108,13 @@ class ShardBox(HeldTensor):
     Attributes:
         own_name: Name of the parameter in the sharded model.
         saves: Whether this rank saves the part; if several ranks hold it, exactly one does.
+        leads: Whether this rank is the first of those that hold the parameter cut, along axes other than ZeRO's.
     """
 
     param: nn.Parameter
     own_name: str
     saves: bool
+    leads: bool = True
 
 
 class ShardBoxes:
@@ -141,7 +143,8 @@ class ShardBoxes:
             rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
             held = self._as_built.held(shape, *rows)
             param, saves = unit.params[shape.name], self._saves(shape, replicas)
-            yield ShardBox(**vars(held), param=param, own_name=shape.name, saves=saves)
+            leads = shape.split is None or shape.split.dim is None or shape.split.index == 0
+            yield ShardBox(**vars(held), param=param, own_name=shape.name, saves=saves, leads=leads)
 
     def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
         """Return whether this rank saves its part of a parameter.

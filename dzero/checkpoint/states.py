@@ -77,6 +77,7 @@ class CheckpointStates:
 
     def write(self, put: Put) -> None:
         """Pass every part to `put` as it is now; call it between steps, after `optim.await_updates()`."""
+        unsharded = self._optim.unsharded_states
         failed: list[BaseException] = []  # raised in the host's lane, an exception would be reported as one of offload
 
         def put_all(place: ShardBox, key: str, tensor: torch.Tensor) -> None:
@@ -86,8 +87,9 @@ class CheckpointStates:
         def put_state(name: str, key: str, tensor: torch.Tensor) -> None:
             if not failed:
                 try:
-                    if name in owned and key not in (MASTER, PARAM):
-                        put(f"{key}.{owned[name].name}", tensor)
+                    if name in unsharded and key not in (MASTER, PARAM):
+                        if name in owned:
+                            put(f"{key}.{owned[name].name}", tensor)
                     elif name in saved:
                         put_all(saved[name], key, tensor)
                 except BaseException as error:
@@ -145,9 +147,13 @@ class CheckpointStates:
         return {place.own_name: place for place in self._boxes(unit) if place.saves and place.elems}
 
     def _saved_whole(self, unit: Unit) -> dict[str, ShardBox]:
-        """Return the shard boxes of a unit's parameters of which this rank saves unsharded states."""
+        """Return the shard boxes of a unit's parameters of which this rank saves unsharded states.
+
+        Where tp cuts a parameter, each part has an owner with the states of the whole; that of the first saves them.
+        """
         owned = self._optim.unsharded_states
-        return {place.own_name: place for place in self._boxes(unit) if place.saves and owned.get(place.own_name)}
+        saved = [place for place in self._boxes(unit) if place.saves and place.leads]
+        return {place.own_name: place for place in saved if owned.get(place.own_name)}
 
     def _boxes(self, unit: Unit) -> list[ShardBox]:
         """Return the shard boxes of a unit's parameters that a checkpoint holds."""

@@ -114,7 +114,8 @@ class Muon(AdamW):
                 raise ValueError(
                     f"{name} has {param.ndim} dims, Muon's parameters 2: put it in a group of rule='adamw'"
                 )
-        check_whole(matrices, self._sharded, "muon")
+        fused = [shape.name for unit in self._sharded.shapes for shape in unit.params if shape.fused]
+        check_whole([*matrices, *fused], self._sharded, "muon")
 
     def _check_rule(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError if a group has another rule than its parameters had when the optimizer was made."""

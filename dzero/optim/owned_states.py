@@ -41,13 +41,13 @@ class OwnedStates:
             away: Names of the parameters that are updated on the host.
         """
         shapes = [param for unit in units for param in unit.params if param.trainable]
-        bytes_of = {kind: self._bytes(kind) for kind in {param.shape for param in shapes}}
+        bytes_of = {kind: self._bytes(kind) for kind in {param.whole for param in shapes}}
         device, host = [0] * layout.shard, [0] * layout.shard
         for each in rounds_of(shapes, layout.shard, cost_of, ROOM_ELEMS // INPUTS):
             for rank, owned in enumerate(each):
                 for param in owned:
                     tier = host if param.name in away else device
-                    tier[rank] += bytes_of[param.shape]
+                    tier[rank] += bytes_of[param.whole]
         return max(device), max(host)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:

@@ -5,12 +5,13 @@
     parameters    other elements of its parameter: Muon       the owner updates it whole (optim/unsharded_updates.py)
     unknown       perhaps on other parameters: LBFGS          refused, since it would be silently wrong
 
-On a tile, or on a part along another mesh axis, only a rule of elements is right.
+On a tile, or on a part along ep, only a rule of elements is right. Parts along tp are put together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -46,11 +47,13 @@ def check_rule(rule: str, needs: str, settings: Settings) -> None:
 def check_whole(names: Iterable[str], sharded: Sharded, rule: str, needs: str = PARAMETERS) -> None:
     """Raise ValueError if tiles or a mesh axis cut a parameter of `names`, which `optim.rule=rule` requires whole."""
     tiles = {part: len(parts) for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
-    splits = {shape.name: shape.split for unit in sharded.shapes for shape in unit.params}
+    shapes = {shape.name: shape for unit in sharded.shapes for shape in unit.params}
     mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.needs": needs})
     for name in names:
-        split = splits[name]
-        cuts = {**UNCUT, "block.tiles": tiles.get(name, 1)}  # of this parameter alone
+        split = shapes[name].split
+        cuts: dict[str, Any] = {**UNCUT, "block.tiles": tiles.get(name, 1)}  # of this parameter alone
+        if shapes[name].fused:
+            cuts["param.fused"] = name
         if split is not None and split.dim is not None:
             cuts[f"mesh.{split.axis}"] = split.count
         try:

@@ -65,7 +65,7 @@ class TorchOptimizer(MasterOptimizer):
 
     Raises:
         ValueError: It is unknown what the class needs and masters are sharded (stages 1-3), it needs parameters whole
-            that tiles or another mesh axis cut, or the layout stores states in a way that only AdamW supports, such as
+            that tiles or ep cut, or the layout stores states in a way that only AdamW supports, such as
             remainders and 16- or 8-bit moments.
     """
 

@@ -2,7 +2,8 @@
 
     prepare   every rank fills its shards of what the owners need, e.g. gradients
     collect   every owner (`optim/rank_assignment.py`) receives the shards of its parameters
-    update    every owner computes the results of its parameters, one whole parameter after the other
+    update    every owner computes the results of its parameters, one whole parameter after the other. Of those that
+              tp cuts, the owners of its parts gather the whole, and each computes it
     return    every rank receives its shards of the results
     apply     every rank updates its masters and working copies
 
@@ -26,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 from dzero.comm.collective_log import Collective
-from dzero.comm.ledger import Entry, Traffic
+from dzero.comm.ledger import Entry, Traffic, dtype_key
 from dzero.comm.messages import swap
 from dzero.comm.spans import span
-from dzero.mesh import REPLICATE, SHARD, lane_group
+from dzero.mesh import REPLICATE, SHARD, TENSOR, lane_group
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.optim.offloaded_step import updated_apart
 from dzero.optim.rank_assignment import ROOM_ELEMS, Cost, Round, expected_updates, of_names, part_elems, rounds_of
@@ -103,6 +104,8 @@ class UnshardedUpdates:
         self._in_lanes = [of_unit & self._on_host for of_unit in apart]
         self._on_device = [names.difference(*apart), *(of_unit - self._on_host for of_unit in apart)]
         self._lane_group = lane_group(self._group) if self._on_host and self._ranks > 1 else self._group
+        self._tensor = sharded.model_groups.get(TENSOR) if any(shape.is_cut_by(TENSOR) for shape in shapes) else None
+        self._tensor_lane = lane_group(self._tensor) if self._tensor is not None and self._on_host else self._tensor
 
     @property
     def owned(self) -> frozenset[str]:
@@ -117,12 +120,18 @@ class UnshardedUpdates:
     def _expected(self, exchanged: Sequence[Collection[str]]) -> dict[Entry, Traffic]:
         rounds = [of_names(each, names) for names in exchanged for each in self._rounds]
         sent = [each for each in rounds if any(each)]
-        return expected_updates(self._layout, sent, self._axis, self._rank, self._payload, self._inputs)
+        expected = expected_updates(self._layout, sent, self._axis, self._rank, self._payload, self._inputs)
+        cut = [shape for each in sent for shape in each[self._rank] if shape.is_cut_by(TENSOR)]
+        if cut and self._tensor is not None:
+            sent_bytes = sum(shape.elems for shape in cut) * self._payload.itemsize * (self._tensor.size() - 1)
+            entry = Entry("update", "all_gather", TENSOR, dtype_key(self._payload))
+            expected[entry] = Traffic(self._inputs * len(cut), self._inputs * sent_bytes)
+        return expected
 
     def record_lanes(self, names: Collection[str]) -> None:
         """Count what lanes send in a step that updates the parameters of `names`; called when the step is started."""
         for entry, sent in self._expected([of_unit.intersection(names) for of_unit in self._in_lanes]).items():
-            self._ledger.record("update", entry.kind, self._axis, self._payload, sent.sent_bytes, calls=sent.calls)
+            self._ledger.record("update", entry.kind, entry.axis, self._payload, sent.sent_bytes, calls=sent.calls)
 
     @torch.no_grad()
     def run(self, rule: UnshardedRule, names: Collection[str]) -> None:
@@ -137,7 +146,7 @@ class UnshardedUpdates:
         parts = [self._prepare(of_owner, rule) for of_owner in owned]
         collected = self._collect(exchange, parts)
         with span(f"update {exchange.what}"):
-            self._update(collected, owned[self._rank], rule)
+            self._update(exchange, collected, owned[self._rank], rule)
         results = [part[0] for part in parts]
         self._return(exchange, collected[:, 0], results)
         for of_owner, part in zip(owned, results, strict=True):
@@ -190,13 +199,32 @@ class UnshardedUpdates:
         sent = sum(each.nbytes for peer, each in enumerate(send) if peer != self._rank)
         self._ledger.record("update", kind, self._axis, self._payload, sent)
 
-    def _update(self, collected: torch.Tensor, owned: Sequence[ParamShape], rule: UnshardedRule) -> None:
+    def _update(
+        self, exchange: _Exchange, collected: torch.Tensor, owned: Sequence[ParamShape], rule: UnshardedRule
+    ) -> None:
         """Replace the first input of the parameters in `collected` [shards, inputs, n] by their results."""
         for shape, slot in self._slots(owned, collected):
-            whole = [_joined(slot[:, index], shape) for index in range(self._inputs)]
-            made = torch.zeros_like(whole[0])
-            made[: shape.shape[0]] = rule.update(shape.name, [each[: shape.shape[0]] for each in whole])
+            parts = [_joined(slot[:, index], shape) for index in range(self._inputs)]
+            made = torch.zeros_like(parts[0])
+            whole = [self._along_tensor(exchange, each[: shape.shape[0]], shape) for each in parts]
+            made[: shape.shape[0]] = _own_part(rule.update(shape.name, whole), shape)
             slot[:, 0].copy_(made.view(slot[:, 0].shape))
+
+    def _along_tensor(self, exchange: _Exchange, part: torch.Tensor, shape: ParamShape) -> torch.Tensor:
+        """Return the whole of a parameter that tp cuts, gathered from its ranks; any other parameter as it is."""
+        if not shape.is_cut_by(TENSOR):
+            return part
+        group = self._tensor_lane if exchange.in_lane else self._tensor
+        assert group is not None, f"{shape.name} is cut along {TENSOR}"
+        assert shape.split is not None
+        assert shape.split.dim is not None
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        parts[group.rank()] = part
+        _wait_for(swap(group, send=[part] * group.size(), receive=parts))
+        if not exchange.in_lane:
+            sent_bytes = part.nbytes * (group.size() - 1)
+            self._ledger.record("update", "all_gather", TENSOR, self._payload, sent_bytes)
+        return torch.cat(parts, dim=shape.split.dim)
 
     def _slots(self, owned: Sequence[ParamShape], part: torch.Tensor) -> list[tuple[ParamShape, torch.Tensor]]:
         """Return each parameter of an owner with its padded shards, as views of the last dim of `part`."""
@@ -212,6 +240,16 @@ class UnshardedUpdates:
 def _joined(shards: torch.Tensor, shape: ParamShape) -> torch.Tensor:
     """Return padded shards [shards, n] as one tensor [rows, ...] with an allocation of its own."""
     return torch.empty_like(shards, memory_format=torch.contiguous_format).copy_(shards).view(-1, *shape.shape[1:])
+
+
+def _own_part(whole: torch.Tensor, shape: ParamShape) -> torch.Tensor:
+    """Return this rank's part of the result of a parameter that tp cuts; any other result as it is."""
+    if not shape.is_cut_by(TENSOR):
+        return whole
+    assert shape.split is not None
+    assert shape.split.dim is not None
+    size = shape.shape[shape.split.dim]
+    return whole.narrow(shape.split.dim, shape.split.index * size, size)
 
 
 def _elems(parts: Sequence[torch.Tensor]) -> int:

@@ -81,9 +81,8 @@ def mistakes(rank: int, ranks: int) -> dict[str, str]:
         "even", stage=2, offload=OffloadConfig(grad="host", master="host", moments="host", overlap="backward")
     )
     told["backward"] = said(lambda: Muon(early))
-    cut = parallel_llama(ZeroConfig(stage=1))
-    told["tp"] = said(lambda: Muon(cut))
-    told["torch's, tp"] = said(lambda: adafactor(parallel_llama(ZeroConfig(stage=0), replicate=1)))
+    cut = parallel_llama(ZeroConfig(stage=0), replicate=1)
+    told["torch's, tp"] = said(lambda: TorchOptimizer(cut, torch.optim.LBFGS, lr=0.1))
     told["torch's, tiles"] = said(lambda: adafactor(sharded_llama(BlockConfig(tiles=2), stage=0)))
     both = sharded_net("even", stage=2), sharded_net("even", stage=2)
     one = Muon(both[0])
@@ -117,8 +116,7 @@ def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
         "torch's": r"zero\.stage=2.*elementwise=False if every parameter by itself",
         "tiles": r"parameter \S+tiles\.0\.\S+: block\.tiles=\d with optim\.rule=muon: .* block\.tiles=1",
         "backward": r"offload\.overlap=backward: .* offload\.overlap=forward",
-        "tp": r"parameter layers\.0\.\S+: mesh\.tp=2 with optim\.rule=muon: .* mesh\.tp=1",
-        "torch's, tp": r"parameter \S+: mesh\.tp=2 with optim\.rule=Adafactor: it mixes .* mesh\.tp=1",
+        "torch's, tp": r"parameter \S+: mesh\.tp=2 with optim\.rule=LBFGS: it mixes .* mesh\.tp=1",
         "torch's, tiles": r"parameter \S+tiles\.0\.\S+: block\.tiles=\d with optim\.rule=Adafactor: .* block\.tiles=1",
         "state dict": r"the rules \['adamw', 'muon'\], this optimizer's \['muon', 'adamw'\]",
     }
