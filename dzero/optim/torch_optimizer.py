@@ -329,7 +329,8 @@ class TorchOptimizer(MasterOptimizer):
             own.update({key: value for key, value in saved.items() if key != "params"})
             index_of |= dict(zip(own["params"], saved["params"], strict=True))
         for unit in self._sharded.units:
-            values = [(held, _read(state_dict["state"].get(index_of[held.param], {}))) for held in self._of(unit)]
+            in_groups = [held for held in self._of(unit) if held.param in index_of]
+            values = [(held, _read(state_dict["state"].get(index_of[held.param], {}))) for held in in_groups]
             if values:
                 self.offload.visit(unit.shape.name, partial(_each, self._class_states.load, values))
                 unit.is_edited = True  # unless the model is loaded too, its current values override the loaded masters
@@ -341,7 +342,6 @@ class TorchOptimizer(MasterOptimizer):
         groups = [{**group, "updates": 0} for group in state_dict["param_groups"]]
         for own, group in zip(self.param_groups, groups, strict=True):
             group.update({key: own[key] for key in ("foreach", "fused") if key in own})
-        for own, group in zip(self.param_groups, groups, strict=True):
             for param, index in zip(own["params"], group["params"], strict=True):
                 held, saved = self._held[param], state_dict["state"].get(index, {})
                 if isinstance(param, DTensor) and param.device_mesh.ndim > 1:

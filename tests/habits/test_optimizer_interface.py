@@ -173,6 +173,23 @@ def test_edits_of_groups_that_cannot_be_followed_are_refused(pool: Pool) -> None
     assert "states of rule='muon'" in muon
 
 
+def loaded_without(rank: int, ranks: int) -> bool:
+    """A parameter is taken out of its group, and a state dict of such groups is loaded; its own states stay."""
+    sharded = sharded_net("even", stage=2, param="fp32")
+    first, *_ = sharded.model.parameters()
+    optim = TorchOptimizer(sharded, torch.optim.SGD, **SGD)
+    train(sharded, optim, steps=1)
+    saved, before = optim.state_dict(), whole(optim.state[first]["momentum_buffer"]).clone()
+    optim.param_groups[0]["params"].pop(0)
+    saved["param_groups"][0]["params"].pop(0)
+    optim.load_state_dict(saved)
+    return torch.equal(whole(optim.state[first]["momentum_buffer"]), before)
+
+
+def test_states_are_loaded_beside_a_parameter_that_was_taken_out(pool: Pool) -> None:
+    assert pool.run(loaded_without, 2) == [True, True]
+
+
 def hooked(rank: int, ranks: int) -> list[str]:
     sharded = sharded_net("even", stage=2)
     optim, seen = AdamW(sharded), list[str]()
