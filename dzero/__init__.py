@@ -10,7 +10,7 @@ Shard:         `shard`, `Sharded`, `ZeroConfig`, `PrecisionConfig`, `OffloadConf
                `empty_init`
 Cut a model:   `make_mesh`, `take_mesh`, `parallelize`, `ParallelConfig`, `ParallelModel`, `Pipeline`, `PipelinePlan`,
                `HiddenStates`, `BiasUpdate`, `tile`, `tile_loss`
-Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`
+Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`, `clip_grad_norm_`
 Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`, `save_pretrained`, `weights`
 Errors:        `RunError`, `CheckpointError`, `DiskError`, `OffloadError`
 
@@ -21,6 +21,8 @@ they are first used, so that the command line reads its settings without torch.
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from dzero.utils.library_logs import leave_out
 
 if TYPE_CHECKING:
     from dzero.checkpoint.checkpointer import Checkpointer
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from dzero.optim.loss_scaler import ScalerConfig
     from dzero.optim.muon import Muon
     from dzero.optim.torch_optimizer import TorchOptimizer
+    from dzero.optim.total_norm import clip_grad_norm_
     from dzero.parallel.expert.bias import BiasUpdate
     from dzero.parallel.parallelize import ParallelConfig, ParallelModel, parallelize
     from dzero.parallel.pipeline.run import Pipeline
@@ -78,6 +81,7 @@ _MODULES = {
     "Sharded": "dzero.zero.sharded",
     "TorchOptimizer": "dzero.optim.torch_optimizer",
     "ZeroConfig": "dzero.zero.config",
+    "clip_grad_norm_": "dzero.optim.total_norm",
     "describe": "dzero.models.published",
     "empty_init": "dzero.zero.empty_init",
     "make_mesh": "dzero.mesh",
@@ -114,6 +118,7 @@ __all__ = [
     "Sharded",
     "TorchOptimizer",
     "ZeroConfig",
+    "clip_grad_norm_",
     "describe",
     "empty_init",
     "make_mesh",
@@ -125,6 +130,8 @@ __all__ = [
     "tile_loss",
     "weights",
 ]
+
+leave_out()
 
 
 def __getattr__(name: str) -> Any:

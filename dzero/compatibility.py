@@ -10,13 +10,16 @@ a kind of model or a source of data does not use in models/config.py and data/co
 
 from __future__ import annotations
 
+from math import gcd
+
 from dzero.utils.ranges import divisors
-from dzero.utils.rules import Rule, Settings
+from dzero.utils.rules import IncompatibleError, Rule, Settings, shown
 
 FACTS = {
     "auto": "zero=auto",
     "axis.replicate": "mesh axis replicate of size {}",
     "axis.shard": "mesh axis shard of size {}",
+    "data.source": "data from {}",
     "device": "the device {}",
     "grad.dtype": "gradients stored in {}",
     "offload.uses_disk": "nothing on disk",
@@ -24,10 +27,27 @@ FACTS = {
     "param.fused": "parameter {}, which is cut in several places",
     "params.frozen": "only trained parameters",
     "params.quantized": "no frozen matrix of a block with rows of whole blocks of 64 elements",
+    "step.readers": "{} data-parallel ranks",
 }
 """Phrase of each derived fact in messages, with `{}` for its value."""
-OVER_SHARDS, OVER_REPLICAS = "zero.optimizer_shard_axes=[shard]", "zero.optimizer_shard_axes=[replicate,shard]"
 KINDS = ("param", "grad", "master", "moments")
+RANKS = ("mesh.dp", "mesh.replicate", "mesh.cp", "launch.workers")
+FOLLOWS_FROM = {
+    "auto": ("zero.stage",),
+    "axis.replicate": (*RANKS, "zero.stage"),
+    "axis.shard": (*RANKS, "zero.stage"),
+    "data.source": ("data.kind", "data.path", "data.paths", "data.name"),
+    "device": ("launch.device",),
+    "grad.dtype": ("precision.grad", "precision.param"),
+    "offload.uses_disk": tuple(f"offload.{kind}" for kind in KINDS),
+    "optim.needs": ("optim.rule",),
+    "param.fused": ("model.name_or_path",),
+    "params.frozen": ("adapter.kind",),
+    "params.quantized": ("adapter.kind",),
+    "step.readers": RANKS,
+}
+"""Settings that each fact follows from, apart from the machine."""
+OVER_SHARDS, OVER_REPLICAS = "zero.optimizer_shard_axes=[shard]", "zero.optimizer_shard_axes=[replicate,shard]"
 IMPORT = "model=tiny_moe model.weights=FOLDER"
 LORA, NO_ADAPTERS = "adapter.kind=lora", "adapter.kind=none"
 OF_A_FOLDER = "adapter=lora model=hf model.name_or_path=gpt2 model.weights=true"
@@ -63,10 +83,41 @@ def _one_tier(run: Settings) -> bool:
     return all(run[f"offload.master{each}"] == run[f"offload.moments{each}"] for each in ("", "_fraction"))
 
 
+def _one_tier_of(run: Settings) -> str:
+    """Return what gives masters and moments one tier and one fraction."""
+    parts = [part for part in ("", "_fraction") if run[f"offload.master{part}"] != run[f"offload.moments{part}"]]
+    as_one, as_other = (
+        " and ".join(f"offload.{kind}{part}={shown(run[f'offload.{other}{part}'])}" for part in parts)
+        for kind, other in (("moments", "master"), ("master", "moments"))
+    )
+    return f"{as_one}, or {as_other}"
+
+
+def _at_once(run: Settings) -> int:
+    """Return the sequences of one microbatch on all ranks that read data."""
+    return int(run["train.microbatch_sequences"] * run["step.readers"])
+
+
+def _product(run: Settings) -> str:
+    """Return what makes `train.global_sequences`: microbatches in a step, or smaller ones."""
+    wanted, readers = run["train.global_sequences"], run["step.readers"]
+    ways = []
+    if wanted % _at_once(run) == 0:
+        ways.append(f"train.accumulate=null, from which {wanted // _at_once(run)} follow")
+    if (times := run["train.accumulate"]) is not None and wanted % (readers * times) == 0:
+        ways.append(f"train.microbatch_sequences={wanted // (readers * times)}")
+    if ways:
+        return ", or ".join(ways)
+    if wanted % readers:
+        return f"train.global_sequences as a multiple of {readers}, which each rank has a part of"
+    fits = gcd(wanted // readers, run["train.microbatch_sequences"])
+    return f"train.microbatch_sequences={fits}, or train.global_sequences as a multiple of {_at_once(run)}"
+
+
 def _shared_by(run: Settings) -> str:
     """Return the numbers of ranks that experts can be shared by, so that groups of tensor parallelism stay whole."""
     allowed = [each for each in divisors(run["model.experts"]) if each % run["mesh.tp"] == 0]
-    return f"mesh.ep as one of {allowed}, or mesh.tp=1" if allowed else "mesh.tp=1"
+    return f"mesh.ep={allowed[0]} (of {allowed}), or mesh.tp=1" if allowed else "mesh.tp=1"
 
 
 MESH = (
@@ -84,7 +135,7 @@ MESH = (
         "mesh.pp_stages_per_rank>1 mesh.pp_schedule=1f1b|gpipe",
         "these schedules have one pipeline stage on a rank",
         "mesh.pp_stages_per_rank=1, or mesh.pp_schedule=interleaved or zero_bubble",
-        "mesh.pp=2 mesh.pp_stages_per_rank=2",
+        "mesh.pp=2 mesh.pp_stages_per_rank=2 mesh.pp_schedule=1f1b",
     ),
     Rule(
         "mesh.pp_stages_per_rank=1 mesh.pp_schedule=interleaved|zero_bubble",
@@ -117,7 +168,7 @@ EXPERTS = (
         "mesh.ep mesh.tp>1 model.kind=moe",
         "ranks of tp have tokens of their own between blocks and share experts as others do, so mesh.ep counts them",
         _shared_by,
-        "model=tiny_moe mesh.tp=2",
+        "model=tiny_moe mesh.tp=2 mesh.ep=1",
         also=lambda run: run["mesh.ep"] % run["mesh.tp"] != 0,
     ),
     Rule(
@@ -240,8 +291,8 @@ STATES = (
     Rule(
         "precision.moments=int8 offload.moments offload.master offload.moments_fraction offload.master_fraction",
         "8-bit moments are decoded where the update runs, so both need one tier and one fraction",
-        "offload.moments and offload.moments_fraction as for offload.master",
-        "precision.moments=int8 offload.moments=host",
+        _one_tier_of,
+        "precision.moments=int8 offload.moments=host offload.master=device",
         also=lambda run: not _one_tier(run),
     ),
     Rule("precision.moments=int8 param.fused", "a block would mix the cuts", "precision.moments=bf16", ""),
@@ -417,7 +468,7 @@ OFFLOAD = (
         "offload.param!=device offload.master=device",
         "a parameter leaves the device with its master, which is larger",
         "offload.master=host",
-        "zero.stage=3 offload.param=host",
+        "zero.stage=3 offload.param=host offload.master=device",
     ),
     Rule(
         "offload.param!=device offload.param_fraction offload.master_fraction",
@@ -485,7 +536,7 @@ OFFLOAD = (
         "only what a block keeps of its inputs leaves the device, the smallest part of what it keeps without "
         "checkpointing",
         "block.activation_checkpoint=full, or offload.activations=device",
-        "offload.activations=host",
+        "offload.activations=host block.activation_checkpoint=none",
     ),
     Rule(
         "offload.activations!=device mesh.pp>1",
@@ -697,49 +748,65 @@ OPTIMIZER = (
             ("offload.master", "offload.master=host offload.moments=host"),
         )
     ),
+    Rule(
+        "offload.moments offload.master offload.moments_fraction offload.master_fraction optim.rule!=adamw|muon",
+        "it keeps its states where the masters are, in one fraction",
+        lambda run: f"{_one_tier_of(run)}, or {ADAMW}",
+        "optim.rule=SGD offload.master=host offload.moments=device",
+        also=lambda run: not _one_tier(run),
+    ),
     *(
-        Rule(f"{setting} optim.rule!=adamw|muon", why, f"{take}, or {ADAMW}", f"optim.rule=SGD {example}", also=also)
-        for setting, why, take, example, also in (
+        Rule(f"{setting} optim.rule!=adamw|muon", why, f"{take}, or {ADAMW}", f"optim.rule=SGD {example}")
+        for setting, why, take, example in (
             (
                 f"{OVER_REPLICAS}",
                 "only adamw keeps parts of a shard's states",
                 f"{OVER_SHARDS}",
                 f"{OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
-                None,
-            ),
-            (
-                "offload.moments offload.master offload.moments_fraction offload.master_fraction",
-                "it keeps its states where the masters are, in one fraction",
-                "offload.moments and offload.moments_fraction as for offload.master",
-                "offload.master=host",
-                lambda run: not _one_tier(run),
             ),
             (
                 "offload.overlap=backward",
                 "only adamw can take updates back",
                 "offload.overlap=forward",
                 "offload=host offload.overlap=backward",
-                None,
             ),
             (
                 "precision.master=remainder",
                 "it keeps fp32 masters",
                 "precision.master=fp32",
                 "precision.master=remainder",
-                None,
             ),
             (
                 "precision.moments!=fp32",
                 "it keeps its own states",
                 "precision.moments=fp32",
                 "precision.moments=bf16",
-                None,
             ),
         )
     ),
 )
 CHATS = "data.kind=chat data.path=x.jsonl"
 RUN = (
+    Rule(
+        "train.accumulate=null train.global_sequences=null",
+        "neither says how many microbatches a step has",
+        "train.accumulate=1, or a train.global_sequences, from which it then follows",
+        "train.accumulate=null",
+    ),
+    Rule(
+        "train.global_sequences!=null train.microbatch_sequences train.accumulate!=null step.readers",
+        "their product is not train.global_sequences",
+        _product,
+        "train.global_sequences=32 train.accumulate=1 train.microbatch_sequences=4",
+        also=lambda run: run["train.global_sequences"] != run["train.accumulate"] * _at_once(run),
+    ),
+    Rule(
+        "train.global_sequences!=null train.microbatch_sequences train.accumulate=null step.readers",
+        "no number of such microbatches makes train.global_sequences",
+        _product,
+        "train.global_sequences=7 train.accumulate=null",
+        also=lambda run: run["train.global_sequences"] % _at_once(run) != 0,
+    ),
     idle(
         "schedule.warmup_fraction",
         "schedule.warmup_steps!=null",
@@ -758,13 +825,13 @@ RUN = (
         "mesh.cp_attention=ring mesh.cp>1 data.pack=true|null data.kind=chat",
         "torch's ring attention takes no masks, which keep attention inside of packed conversations",
         "mesh.cp_attention=all_gather or ulysses, or data.pack=false",
-        "data.kind=chat data.path=x.jsonl mesh.cp=2 mesh.cp_attention=ring model.vocab_size=512",
+        "data.kind=chat data.path=x.jsonl data.pack=true mesh.cp=2 mesh.cp_attention=ring model.vocab_size=512",
     ),
     Rule(
         "mesh.pp>1 data.pack=true|null data.kind=chat model.kind=hf",
         "transformers counts positions by the input of a pipeline stage, and packed conversations restart them",
         "data.pack=false, mesh.pp=1, or model.kind=llama",
-        "data.kind=chat data.path=x.jsonl mesh.pp=2 model=hf model.name_or_path=gpt2",
+        "data.kind=chat data.path=x.jsonl data.pack=true mesh.pp=2 model=hf model.name_or_path=gpt2",
     ),
     idle("export.merge", "export.at_end=false", "", "export.at_end=true", "export.merge=true"),
     idle("train.answers", "data.kind!=chat", "", "data.kind=chat", "train.answers=2"),
@@ -824,7 +891,7 @@ RUN = (
         "schedule.decay_steps!=null schedule.kind!=wsd",
         "only wsd decays over a number of steps",
         "schedule.kind=wsd, or schedule.decay_steps=null",
-        "schedule.decay_steps=10",
+        "schedule.decay_steps=10 schedule.kind=cosine",
     ),
     Rule(
         "schedule.kind=wsd schedule.decay_steps=null",
@@ -872,7 +939,12 @@ RUN = (
                     "checkpoint.deadline_s": 5,
                 },
             ),
-            ("resume.source=null", "resume=auto or a folder", "", {"resume.strict": "true"}),
+            (
+                "resume.source=null",
+                "resume=auto or a folder",
+                "",
+                {"resume.strict": "true", "resume.override": "[optim.lr]"},
+            ),
             ("data.tokenizer=null", "a data.tokenizer", "", {"data.separator": "end"}),
             (
                 "monitor.tensorboard=false",
@@ -922,7 +994,7 @@ RULES = (*MESH, *EXPERTS, *STATES, *WIRE, *FROZEN, *FLOAT8, *OFFLOAD, *BLOCKS, *
 
 
 def check_compatible(settings: Settings) -> None:
-    """Raise ValueError for the first rule that refuses these settings; it names them, the reason and the repair."""
+    """Raise IncompatibleError for the first rule that refuses these settings; it names them, reason and repair."""
     for rule in RULES:
         if rule.refuses(settings):
-            raise ValueError(rule.message(settings, FACTS))
+            raise IncompatibleError(rule.message(settings, FACTS), rule, settings)

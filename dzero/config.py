@@ -6,10 +6,14 @@ Hydra composes `conf/` with `RunConfig` as its schema, so every key is typed. Be
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -31,6 +35,7 @@ from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.lr_schedule import ScheduleConfig
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.divisibility import FP8_MULTIPLE, check_fp8_tokens, check_sizes
+from dzero.precedence import NOTHING_TYPED, GaveWay, Typed, settle, typed_in_vain
 from dzero.utils.hub_cache import local_folder
 from dzero.utils.ranges import check, positive, whole
 from dzero.utils.rules import Settings
@@ -102,8 +107,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.on_nan not in ("skip", "stop"):
             raise ValueError(f"train.on_nan={self.on_nan!r}: choose skip or stop")
-        if self.accumulate is None and self.global_sequences is None:
-            raise ValueError("train.accumulate=null: set train.global_sequences, from which it then follows")
         sequences = whole(1, MOST_SEQUENCES)
         check("train", self, microbatch_sequences=sequences, accumulate=sequences, global_sequences=sequences)
         check("train", self, patience=whole())
@@ -111,27 +114,15 @@ class TrainConfig:
         check("train", self, epochs=positive(MOST_EPOCHS))
         check("train", self, steps=whole(), sequence_tokens=whole(), seed=whole(0, 2**63 - 1))
         check("train", self, evaluate_every_steps=whole(), evaluate_batches=whole(0), max_skipped_steps=whole(0))
+        check_compatible(Settings.of(train=self))
 
     def microbatches(self, ranks: int) -> int:
         """Return the microbatches per optimizer step; raise ValueError if they cannot make `global_sequences`."""
-        wanted, per_rank = self.global_sequences, self.microbatch_sequences * ranks
-        made = self.accumulate or (wanted or 0) // per_rank
-        if wanted is None or wanted == made * per_rank:
-            return made
-        allowed = (
-            f"train.accumulate={wanted // per_rank} makes it"
-            if wanted % per_rank == 0
-            else f"with {ranks} ranks it must be a multiple of {per_rank}, or change train.microbatch_sequences"
-        )
-        if self.accumulate is None:
-            raise ValueError(
-                f"train.global_sequences={wanted} is no multiple of train.microbatch_sequences="
-                f"{self.microbatch_sequences} x {ranks} ranks, so train.accumulate=null finds no number; {allowed}"
-            )
-        raise ValueError(
-            f"train.global_sequences={wanted}, but train.microbatch_sequences={self.microbatch_sequences} x "
-            f"train.accumulate={self.accumulate} x {ranks} ranks = {made * per_rank}; {allowed}"
-        )
+        check_compatible(Settings.of(train=self).having({"step.readers": ranks}))
+        if self.accumulate is not None:
+            return self.accumulate
+        assert self.global_sequences is not None
+        return self.global_sequences // (self.microbatch_sequences * ranks)
 
     def over(self, sequences: int, ranks: int) -> TrainConfig:
         """Return these settings with the steps of `epochs` passes over as many sequences, the last one whole."""
@@ -173,6 +164,14 @@ class RunConfig:
     """Machine that predictions and `zero=auto` are made for. null: this machine. It has no effect on training."""
 
     @property
+    def settings(self) -> Settings:
+        """All settings, as the rules of what does not go together read them."""
+        groups = {
+            each.name: getattr(self, each.name) for each in fields(self) if is_dataclass(getattr(self, each.name))
+        }
+        return Settings.of(**groups).having({"auto": self.auto})
+
+    @property
     def model_folder(self) -> str | None:
         """Folder that the model comes from, which may have its tokenizer; None for a model by sizes alone."""
         return self.model.weights_folder or (self.model.name_or_path if self.model.kind == "hf" else None)
@@ -189,10 +188,7 @@ class RunConfig:
         if self.train.epochs is None:
             self.schedule.factor(self.train.steps)  # raises if warm-up and decay do not fit
             self.profile.check(self.train.steps)
-        groups = {
-            each.name: getattr(self, each.name) for each in fields(self) if is_dataclass(getattr(self, each.name))
-        }
-        check_compatible(Settings.of(**groups).having({"auto": self.auto}))
+        check_compatible(self.settings)
         check_sizes(self.mesh, self.model)
         self.mesh.check_tokens(self.train.sequence_tokens)
         if self.precision.compute != "param":
@@ -229,6 +225,19 @@ def _thaw(node: DictConfig) -> None:
 
 def resolve(composed: DictConfig) -> RunConfig:
     """Return the composed configuration as validated dataclasses; raise ConfigError if it is invalid."""
+    return resolve_typed(composed, NOTHING_TYPED)[0]
+
+
+def resolve_typed(composed: DictConfig, typed: Typed) -> tuple[RunConfig, tuple[GaveWay, ...]]:
+    """Return the composed configuration as validated dataclasses, and settings of presets that gave way to typed ones.
+
+    Args:
+        composed: What Hydra composed.
+        typed: Settings on the command line.
+
+    Raises:
+        ConfigError: It is invalid.
+    """
     for key in PLACES:
         place = OmegaConf.select(composed, key)
         if isinstance(place, str):
@@ -239,11 +248,35 @@ def resolve(composed: DictConfig) -> RunConfig:
         for key in MODELS:  # once, so that all ranks read the same snapshot
             if isinstance(name := OmegaConf.select(composed, key), str):
                 OmegaConf.update(composed, key, local_folder(name))
-        config = OmegaConf.to_object(composed)
+        return settle(composed, partial(_built, typed=typed), _updated, typed)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from error
+
+
+def _built(composed: DictConfig, typed: Typed) -> RunConfig:
+    config = OmegaConf.to_object(composed)
     assert isinstance(config, RunConfig)
+    if error := typed_in_vain(config.settings, typed):
+        raise error
     return config
+
+
+def _updated(composed: DictConfig, way: GaveWay) -> DictConfig:
+    changed = copy.deepcopy(composed)
+    OmegaConf.update(changed, way.key, way.value, merge=False)
+    return changed
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any], **top: Any) -> RunConfig:
+    """Return the run with other values of some settings `group.name`, and of those at the `top`.
+
+    ValueError is raised as by the dataclasses.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    return replace(config, **top, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
 
 
 def saving_apart(config: RunConfig, folder: Path) -> RunConfig:

@@ -110,6 +110,16 @@ def multiplies_fp8(device_type: str) -> bool:
     return torch.cuda.get_device_capability() >= ((8, 9) if torch.version.hip is None else (9, 4))
 
 
+def slow_products(dtype: torch.dtype, device_type: str) -> str:
+    """Return what to say if this CPU has no instructions for matrix products in `dtype`; empty if it has."""
+    if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return ""
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":  # oneDNN multiplies 16 bits from AVX-512 on
+        return ""
+    how = f"torch multiplies {dtype_name(dtype)} up to 80 times slower than fp32"
+    return f"this CPU has no AVX-512, so {how}: take precision=fp32"
+
+
 def dtype_of(name: str, *, key: str = "dtype", allowed: Iterable[str] = tuple(DTYPES)) -> torch.dtype:
     """Return torch.bfloat16 for `bf16`, and so on; raise ValueError, which names the setting, if it is not allowed."""
     names = tuple(allowed)

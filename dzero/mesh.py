@@ -26,16 +26,22 @@ that of pp, goes the farthest.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.errors import RunError
 from dzero.mesh_config import factorings
@@ -50,6 +56,7 @@ from dzero.utils.torch_internals import (
     timeout_of,
 )
 
+logger = logging.getLogger(__name__)
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
 AXES = (REPLICATE, SHARD)
 """Axes of the data-parallel ranks."""
@@ -66,6 +73,84 @@ def local_ranks() -> int:
 
 
 LATER = timedelta(seconds=30)
+LOOPBACK = ("lo", "lo0")
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""Variables by which launchers tell a process how many there are."""
+
+
+class _MadeOnce:
+    """Groups of ranks within one default group: each is made once, because torch keeps all until that one is destroyed.
+
+    They are known by weak references, so that neither they nor their threads outlive the default group.
+    """
+
+    def __init__(self) -> None:
+        self._within: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._made: dict[Hashable, list[weakref.ref[dist.ProcessGroup]]] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], Sequence[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:
+        """Return the groups that `make` returned for `key` within the present default group. Collective at first."""
+        world = dist.group.WORLD
+        assert world is not None
+        if self._within() is not world:
+            self._within, self._made = weakref.ref(world), {}
+        if key not in self._made:
+            self._made[key] = [weakref.ref(each) for each in make()]
+        groups = [known() for known in self._made[key]]
+        return [each for each in groups if each is not None]
+
+    def mesh(self, device_type: str, ranks: torch.Tensor, axes: tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of `ranks` with a dimension for each of `axes`. Collective the first time."""
+        key = device_type, axes, tuple(ranks.shape), tuple(ranks.flatten().tolist())
+
+        def make() -> list[dist.ProcessGroup]:
+            return DeviceMesh(device_type, ranks, mesh_dim_names=axes).get_all_groups()
+
+        return DeviceMesh.from_group(self(key, make), device_type, ranks, mesh_dim_names=axes)
+
+
+_made_once = _MadeOnce()
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Numbers of the next lanes, by the group that they share."""
+_models: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""How many models were sharded within a default group, by their ranks."""
+
+
+def next_model(mesh: DeviceMesh) -> int:
+    """Return the number of a model that is sharded now, from 1, among those on the ranks of `mesh`."""
+    world, ranks = dist.group.WORLD, tuple(mesh.mesh.flatten().tolist())
+    assert world is not None
+    models = _models.setdefault(world, Counter())
+    models[ranks] += 1
+    return models[ranks]
+
+
+def join_alone() -> None:
+    """Make a process group of this process alone, unless there is a group: in a notebook, a unit test, a debugger.
+
+    The group is left when the program ends.
+
+    Raises:
+        RuntimeError: A launcher has started several processes, which must join one group.
+    """
+    if dist.is_initialized():
+        return
+    if several := {name: size for name in SIZES if (size := os.environ.get(name, "1")) not in ("1", "")}:
+        name, size = next(iter(several.items()))
+        raise RuntimeError(
+            f"{name}={size}, so this is one of several processes: call torch.distributed.init_process_group() first"
+        )
+    if "GLOO_SOCKET_IFNAME" not in os.environ:  # gloo listens even if nobody comes: by itself at the machine's address
+        os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name in LOOPBACK), "")
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
+    dist.init_process_group(store=store, rank=0, world_size=1)
+    atexit.register(_leave)
+    logger.warning("no process group and no launcher: this process trains alone; torchrun starts several")
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -73,7 +158,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
     """Join the process group that torchrun's environment variables describe, and leave it at the end.
 
     CPU tensors use gloo and CUDA tensors nccl, in one group. nccl gets `LATER` on top of the timeout, because its own
-    timeout would end the process before the ranks have reported where they are (`launch/watchdog.py`).
+    timeout would end the process before the ranks have reported where they are (`comm/watchdog.py`).
 
     Args:
         device: Device of this rank.
@@ -117,6 +202,9 @@ def make_mesh(
     Raises:
         ValueError: If the product of the degrees is not the world size.
     """
+    if not isinstance(device_type, str):
+        raise TypeError(f"make_mesh({device_type!r}): the first argument is the type of device, 'cuda' or 'cpu'")
+    join_alone()
     world = dist.get_world_size()
     degree = world // (replicate * tp * pp) if shard is None else shard
     inner, outer = ({TENSOR: tp} if tp > 1 else {}), ({PIPELINE: pp} if pp > 1 else {})
@@ -127,7 +215,8 @@ def make_mesh(
         every = factorings(world, len(degrees))
         allowed = [each for each in every if all(each[number] == size for number, size in fixed.items())] or every
         raise ValueError(f"{given} is not the world size {world}; ({', '.join(degrees)}) may be one of {allowed}")
-    return _prepared(init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)))
+    axes, sizes = tuple(degrees), tuple(degrees.values())
+    return _prepared(_made_once.mesh(device_type, torch.arange(world, device="cpu").reshape(sizes), axes))
 
 
 def _prepared(mesh: DeviceMesh) -> DeviceMesh:
@@ -140,6 +229,12 @@ def _prepared(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
+def _check_mesh(given: object, where: str) -> None:
+    """Raise TypeError if an argument that must be a mesh is something else."""
+    if not isinstance(given, DeviceMesh):
+        raise TypeError(f"{where} {given!r}: pass a DeviceMesh, such as dzero.make_mesh('cuda', replicate=2) returns")
+
+
 def take_mesh(mesh: DeviceMesh, axes: Mapping[str, str]) -> DeviceMesh:
     """Return the ranks of another library's mesh as (replicate, shard); an axis that it lacks gets size 1.
 
@@ -150,6 +245,7 @@ def take_mesh(mesh: DeviceMesh, axes: Mapping[str, str]) -> DeviceMesh:
     Raises:
         ValueError: If an axis is unknown, or some of the mesh's axes are not named.
     """
+    _check_mesh(mesh, "take_mesh of")
     names = mesh.mesh_dim_names or ()
     if not set(axes) <= {*AXES} or set(axes.values()) != {*names} or len(names) != len(axes):
         raise ValueError(
@@ -159,11 +255,12 @@ def take_mesh(mesh: DeviceMesh, axes: Mapping[str, str]) -> DeviceMesh:
     ranks = mesh.mesh.permute([names.index(axes[axis]) for axis in AXES if axis in axes])
     for dim, axis in enumerate(AXES):
         ranks = ranks if axis in axes else ranks.unsqueeze(dim)
-    return _prepared(DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES))
+    return _prepared(_made_once.mesh(mesh.device_type, ranks, AXES))
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the (replicate, shard) submesh of `mesh` with this rank; raise ValueError if it has no such axes."""
+    _check_mesh(mesh, "a mesh:")
     names = mesh.mesh_dim_names or ()
     if tuple(each for each in names if each in AXES) != AXES:
         raise ValueError(
@@ -195,22 +292,41 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
         raise ValueError(f"cp={cp} does not divide the {data} data-parallel ranks; allowed: {allowed}")
     parts = mesh[PIPELINE].size() if PIPELINE in (mesh.mesh_dim_names or ()) else 1
     ranks = mesh.mesh.reshape(parts, data // cp, cp, -1).transpose(2, 3).reshape(-1, cp)
-    timeout = timeout_of_ranks()
-    group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
+
+    def make() -> list[dist.ProcessGroup]:
+        timeout = timeout_of_ranks()
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
+        return [group]
+
+    (group,) = _made_once((CONTEXT, *map(tuple, ranks.tolist())), make)
     return group
 
 
-def lane_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another group of the ranks of `group`, for collectives on the host beside those of the main thread.
+@dataclass(frozen=True)
+class Lane:
+    """Messages of one thread on the host, beside those of the main thread and of other lanes.
 
-    Collective over `group`.
+    Attributes:
+        group: Group that the lanes of its ranks share.
+        number: Number of the lane in it.
     """
-    backend = "gloo" if "gloo" in dist.get_backend_config() else None
-    ranks, timeout = dist.get_process_group_ranks(group), timeout_of_ranks()
-    made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+
+    group: dist.ProcessGroup
+    number: int
+
+
+def lane_of(group: dist.ProcessGroup) -> Lane:
+    """Return a new lane of the ranks of `group`. Collective over it, and all ranks make their lanes in one order."""
+    ranks = dist.get_process_group_ranks(group)
+
+    def make() -> list[dist.ProcessGroup]:
+        backend = "gloo" if "gloo" in dist.get_backend_config() else None
+        made = dist.new_group(ranks, timeout_of_ranks(), backend, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        return [made]
+
+    (shared,) = _made_once(("lanes", *ranks), make)
+    return Lane(shared, next(_lanes.setdefault(shared, count())))
 
 
 def expert_degrees(replicate: int, shard: int, ep: int, tp: int = 1) -> tuple[int, int]:
@@ -249,8 +365,8 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     replicate, shard = expert_degrees(data.size(0), data.size(1), ep, tensor_ranks(mesh))
     outer = names[: names.index(REPLICATE)]
     ranks = mesh.mesh.reshape(*mesh.shape[: len(outer)], replicate, shard, ep)
-    whole = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*outer, *AXES, EXPERT))
-    return _prepared(whole)[(*AXES, EXPERT)]
+    axes = (*outer, *AXES, EXPERT)
+    return _prepared(_made_once.mesh(mesh.device_type, ranks, axes))[(*AXES, EXPERT)]
 
 
 def tensor_ranks(mesh: DeviceMesh) -> int:
@@ -283,4 +399,4 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
             f"the process group is {dist.get_backend_config()}: states in host memory need one that moves CPU tensors "
             'too, e.g. init_process_group("cpu:gloo,cuda:nccl")'
         )
-    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    return _made_once.mesh("cpu", mesh.mesh, mesh.mesh_dim_names or ())

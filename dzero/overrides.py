@@ -10,23 +10,27 @@ import dataclasses
 import difflib
 import errno
 import itertools
+import math
 import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from dzero.config import ConfigError, RunConfig, register, resolve
+from dzero.config import CONF, ConfigError, RunConfig, register, resolve_typed
 from dzero.errors import REPAIRS, RunError, is_raised_here
 from dzero.launch.config import is_first_of_node, launched
+from dzero.precedence import GaveWay, Typed, keys_of
 from dzero.utils.renamed import RENAMED, new_key, renewed
 
 NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion"}
@@ -36,9 +40,18 @@ DEFAULT_CONFIG = "config"
 MULTIRUN = {"-m", "--multirun"}
 SHOWS = {"-c", "--cfg", "-i", "--info"}
 """Options with which Hydra shows the configuration and runs nothing."""
+WITH_VALUE = {*OTHER_CONFIG, *CONFIG_NAME, *SHOWS, "-p", "--package"}
+OPTIONS = NO_RUN | MULTIRUN | WITH_VALUE | {"-r", "--run", "--resolve", "--experimental-rerun"}
 SHORT = re.compile(r"^(\+{0,2})resume=(?!\{)")
 HOME = re.compile(r"""([=,\[]['"]?)~(?=/)""")
 SUGGESTED = 3
+LIKE = 0.75
+"""Least likeness of the letters of two names of which one may stand for the other."""
+UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+NAME_PARTS = re.compile(r"(\d+)(?:([kmgbt])(?![a-z]))?|([a-z]+)")
+"""A number and its unit, or letters, in the name of an option such as mixtral_8x7b."""
+PACKAGE_OF_ALL = "# @package _global_"
+"""First line of a group's file that gives settings of other groups too."""
 USUAL_NAMES = {
     "batch_size": "train.microbatch_sequences",
     "micro_batch_size": "train.microbatch_sequences",
@@ -55,10 +68,11 @@ USUAL_NAMES = {
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
 
 
-def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfig]], None]) -> None:
+def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfig], Typed], None]) -> None:
     """Check the command line, then run Hydra's `main`; exit with a message for errors that the user can fix.
 
-    `check_here` is called once with all runs of the command line; it raises RunError if this machine cannot run them.
+    `check_here` is called once with all runs of the command line and what was typed; it raises RunError if this machine
+    cannot run them.
     """
     wants_internals = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would otherwise print with a stack trace
@@ -74,7 +88,7 @@ def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfi
         try:
             runs = check(sys.argv[1:], conf)
             if runs and not flags_of(sys.argv[1:]) & SHOWS:
-                check_here(runs)
+                check_here(runs, typed_keys(sys.argv[1:]))
         except RunError as error:
             # Under torchrun, every rank finds the same error: one per node prints it.
             sys.exit(f"error: {error}" if is_first_of_node() else 1)
@@ -83,6 +97,8 @@ def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfi
         if wants_internals:
             raise
         sys.exit(f"error: {_essence(error)}")
+    except yaml.YAMLError as error:  # of a file in a folder that the user named
+        sys.exit(f"error: {' '.join(str(error).split())}")
     except RunError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
@@ -104,9 +120,40 @@ def composed(settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunC
         check(settings, conf, schema)
         name, settings = config_name(settings, conf)
         with initialize_config_dir(str(conf), version_base="1.3"):
-            return resolve(compose(name, overrides=settings))
+            run, gave_way = resolve_typed(compose(name, overrides=settings), typed_keys(settings, conf))
     except HydraException as error:
         raise ConfigError(_essence(error)) from error
+    tell(gave_way)
+    return run
+
+
+def typed_keys(arguments: Sequence[str], conf: Path = CONF) -> Typed:
+    """Return the settings and groups that a command line gives."""
+    keys: list[str] = []
+    groups: list[str] = []
+    for override in map(_parsed, _settings_of(arguments)):
+        key = override.key_or_group.split("@")[0]
+        if (conf / key).is_dir():
+            groups.append(key)
+            for option in _values(override):
+                keys += _said_of(key, conf / key / f"{option}.yaml")
+        else:
+            keys += keys_of(None if override.is_delete() or override.is_sweep_override() else override.value(), key)
+    return Typed(frozenset(keys), frozenset(groups))
+
+
+def _said_of(group: str, file: Path) -> Sequence[str]:
+    """Return the settings of `group` that an option's file gives."""
+    if not file.is_file():
+        return []
+    said: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return keys_of(said.get(group, {}) if PACKAGE_OF_ALL in file.read_text(encoding="utf-8") else said, group)
+
+
+def tell(gave_way: Iterable[GaveWay]) -> None:
+    """Print a line for each setting of a preset that gave way to a typed one, once on each node."""
+    for way in gave_way if is_first_of_node() else ():
+        print(way.line, file=sys.stderr, flush=True)
 
 
 def spelt_out(words: Sequence[str]) -> list[str]:
@@ -131,16 +178,40 @@ def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunCon
         return []
     if launched() and flags & MULTIRUN:
         raise ConfigError("--multirun starts workers of its own for each run: leave torchrun away")
-    for before, word in itertools.pairwise(["", *arguments]):
-        if re.fullmatch(r"[a-z_]\w*", word) and not before.startswith("-"):  # not the `job` of `--cfg job`
-            raise ConfigError(f"{word}: a setting is written KEY=VALUE, such as zero.stage=3; see dzero train --help")
-    words = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-    overrides = [_parsed(word) for word in words]
+    _check_words(arguments)
+    overrides = [_parsed(word) for word in _settings_of(arguments)]
     for override in overrides:
+        if override.is_sweep_override() and not flags & MULTIRUN and not override.is_hydra_override():
+            line, key = override.input_line, override.key_or_group
+            raise ConfigError(f"{line}: several values are several runs, --multirun {line}; a list is {key}=[...]")
         _check_override(override, conf, schema)
     name, _ = config_name(arguments, conf)
+    typed = typed_keys(arguments, conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
-        return [_checked_run(name, settings, schema) for settings in _runs(overrides, multirun=bool(flags & MULTIRUN))]
+        return [
+            _checked_run(name, settings, typed, schema)
+            for settings in _runs(overrides, multirun=bool(flags & MULTIRUN))
+        ]
+
+
+def _check_words(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for the first word that is neither KEY=VALUE, nor an option of Hydra or its value."""
+    for index, word in enumerate(arguments):
+        option, given, value = word.partition("=")
+        following = "".join(arguments[index + 1 : index + 3]).removeprefix("=")
+        if word.startswith("-") and option not in OPTIONS:
+            written = f"{option.lstrip('-')}={value if given else following or 'VALUE'}"
+            raise ConfigError(f"{word}: a setting is written without dashes, {written}; see dzero train --help")
+        if word.startswith(("-", "~")) or (index and arguments[index - 1] in WITH_VALUE):
+            continue
+        after = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if not given and after.startswith("="):
+            raise ConfigError(f"{word} {after}: a setting is written without spaces, {word}={following}")
+        if not given:
+            written = f"{word}={after}" if after and "=" not in after else "KEY=VALUE, such as zero.stage=3"
+            raise ConfigError(f"{word}: a setting is written {written}; see dzero train --help")
+        if not value and after and "=" not in after and not after.startswith("-"):
+            raise ConfigError(f"{word} {after}: a setting is written without spaces, {word}{after}")
 
 
 def config_name(arguments: Sequence[str], conf: Path) -> tuple[str, list[str]]:
@@ -158,6 +229,10 @@ def config_name(arguments: Sequence[str], conf: Path) -> tuple[str, list[str]]:
     if coming or name.removesuffix(".yaml") not in known:
         raise ConfigError(f"--config-name {name}: choose one of {known}{_closest(name, known)}")
     return name.removesuffix(".yaml"), others
+
+
+def _settings_of(arguments: Sequence[str]) -> list[str]:
+    return [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
 
 
 def _parsed(word: str) -> Override:
@@ -220,10 +295,10 @@ def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
     yield from map(list, itertools.product(*choices))
 
 
-def _checked_run(name: str, settings: list[str], schema: type[RunConfig]) -> RunConfig:
+def _checked_run(name: str, settings: list[str], typed: Typed, schema: type[RunConfig]) -> RunConfig:
     _check_figures(settings)
     try:
-        return resolve(compose(name, overrides=settings))
+        return resolve_typed(compose(name, overrides=settings), typed)[0]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except HydraException as error:
@@ -232,7 +307,9 @@ def _checked_run(name: str, settings: list[str], schema: type[RunConfig]) -> Run
         if hint is Any or not isinstance(error.__cause__, ValidationError):
             raise ConfigError(_essence(error)) from error
         given = [line.partition("=")[2] for line in settings if line.lstrip("+").startswith(f"{key}=")]
-        raise ConfigError(f"{key}={given[-1] if given else '...'}: must be {_kind(hint)}") from error
+        value = given[-1] if given else "..."
+        such = f", such as {key}=[{value}]" if get_origin(hint) is list and not value.startswith("[") else ""
+        raise ConfigError(f"{key}={value}: must be {_kind(hint)}{such}") from error
 
 
 def _check_figures(settings: list[str]) -> None:
@@ -318,5 +395,33 @@ def _meant(key: str, here: Sequence[str], everywhere: Sequence[str]) -> list[str
 
 
 def _closest(word: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, allowed, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return the question for the allowed names that a wrong one may stand for; empty if none is like it.
+
+    Names that begin with the word come first. Else it is the name with the most similar letters, and of several sizes
+    of a family the nearest, by their ratio: for llama_7b it is llama_8b, not llama_70b, which has the same letters too.
+    """
+    longer = sorted((name for name in allowed if word and name.startswith(word)), key=lambda name: _letters(name)[1])
+    close = longer[:SUGGESTED] or [name for name in [_nearest(word, allowed)] if name is not None]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _nearest(word: str, allowed: Sequence[str]) -> str | None:
+    letters, numbers = _letters(word)
+    likeness = {name: difflib.SequenceMatcher(None, letters, _letters(name)[0]).ratio() for name in allowed}
+    most = max(likeness.values(), default=0.0)
+
+    def apart(name: str) -> float:
+        both = zip(reversed(numbers), reversed(_letters(name)[1]), strict=False)
+        return sum(abs(math.log(max(one, 1) / max(other, 1))) for one, other in both)
+
+    return min((name for name in allowed if likeness[name] == most), key=apart) if most >= LIKE else None
+
+
+def _letters(name: str) -> tuple[str, list[float]]:
+    """Return the letters of a name and its numbers, of which `8b` is 8e9."""
+    letters, numbers = "", list[float]()
+    for number, unit, others in NAME_PARTS.findall(name.lower()):
+        if number:
+            numbers.append(float(number) * UNITS.get(unit, 1.0))
+        letters += others
+    return letters, numbers

@@ -54,7 +54,7 @@ def _schema(monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(line: str) -> str:
     """What a user reads who types `line` after `train.py`; empty if it would start."""
     try:
-        check_all_here(overrides.check(line.split(), ROOT / "conf"))
+        check_all_here(overrides.check(line.split(), ROOT / "conf"), overrides.typed_keys(line.split()))
     except RunError as error:
         return str(error)
     return ""

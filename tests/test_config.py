@@ -119,15 +119,19 @@ MISTAKES = {
     "~zero.stage": "~zero.stage: a setting cannot be deleted",
     "+model=hf": "+model=hf: model is chosen already; leave the + away",
     # what cannot be together
-    "train.global_sequences=7": "with 2 ranks it must be a multiple of 8",
-    "train.global_sequences=32": "train.accumulate=4 makes it",
-    "train.accumulate=null": "train.accumulate=null: set train.global_sequences",
-    "train.accumulate=null train.global_sequences=12": "with 2 ranks it must be a multiple of 8",
-    "train.accumulate=null train.global_sequences=4": "train.global_sequences=4 is no multiple of",
+    "train.global_sequences=7": "and 2 data-parallel ranks: their product is not train.global_sequences; take "
+    "train.global_sequences as a multiple of 2, which each rank has a part of",
+    "train.global_sequences=32 train.accumulate=1 train.microbatch_sequences=4": "take train.accumulate=null, from "
+    "which 4 follow, or train.microbatch_sequences=16",
+    "train.accumulate=null": "take train.accumulate=1, or a train.global_sequences, from which it then follows",
+    "train.accumulate=null train.global_sequences=12": "take train.microbatch_sequences=2, or "
+    "train.global_sequences as a multiple of 8",
+    "train.accumulate=null train.global_sequences=4": "no number of such microbatches makes train.global_sequences; "
+    "take train.microbatch_sequences=2, or train.global_sequences as a multiple of 8",
     "train.on_nan=ignore": "train.on_nan='ignore': choose skip or stop",
     "checkpoint.every=5 checkpoint.deadline_s=0": "checkpoint.deadline_s=0.0: must be a number in [0.001, ",
     "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
-    "train.steps=5 schedule.warmup_steps=10": "schedule.warmup_steps=10 + schedule.decay_steps=0 exceed train.steps=5",
+    "train.steps=5 schedule.warmup_steps=10": "schedule.warmup_steps=10 exceed train.steps=5: take fewer of them",
     "model=gpt2_124m train.sequence_tokens=2048": "the model takes sequences up to model.max_tokens=1024",
     "model=hf": "model.name_or_path is unset",
     # no effect
@@ -156,7 +160,20 @@ MISTAKES = {
     # files
     "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",
     # grammar, and sweeps: each run is checked before the first one starts
-    "zero.stage=1,2": "To sweep over it, add --multirun",
+    "zero.stage=1,2": "several values are several runs, --multirun zero.stage=1,2; a list is zero.stage=[...]",
+    "--zero.stage=3": "a setting is written without dashes, zero.stage=3",
+    "--stage 3": "a setting is written without dashes, stage=3",
+    "zero.stage = 3": "a setting is written without spaces, zero.stage=3",
+    "zero.stage =3": "a setting is written without spaces, zero.stage=3",
+    "zero.stage= 3": "a setting is written without spaces, zero.stage=3",
+    "zero.stage 3": "zero.stage: a setting is written zero.stage=3",
+    # words for a checkpoint, an update rule and its settings
+    "resume.source=latest": "resume=latest: no such folder; take resume=auto for the latest in checkpoint.folder=",
+    "resume.override=lr": "resume.override=lr: must be a list [...], each a word, such as resume.override=[lr]",
+    "resume.override=[lr]": "; did you mean optim.lr or optim.muon.lr?",
+    "optim.rule=sgd": "; did you mean SGD?",
+    "optim.rule=SparseAdam zero.stage=0": "optim.rule=SparseAdam: it takes sparse gradients only",
+    "optim.rule=LBFGS zero.stage=0": "optim.rule=LBFGS: it runs a step's forward and backward many times",
     "--multirun zero.stage=1,5": "zero.stage=5: choose 0, 1, 2 or 3",
     "--multirun model=tiny,tinny": "model=tinny: choose one of",
 }
@@ -171,6 +188,50 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
         check_all_here(overrides.check(words, CONF))
     assert told in str(refused.value)
     assert "reference_type" not in str(refused.value)
+
+
+MEANT = {
+    "model=llama_7b": "llama_8b",
+    "model=lama_13b": "llama_8b",
+    "model=llama3_8b": "llama_8b",
+    "model=llama_65b": "llama_70b",
+    "model=llama_405b": "llama_1t",
+    "model=llama": "llama_1b or llama_8b or llama_70b",
+    "model=mixtral_8x22b": "mixtral_8x7b",
+    "model=gpt2": "gpt2_124m",
+    "model=tinymoe": "tiny_moe",
+    "model=qwen_7b": None,
+    "hardware=h100": "h100_80g",
+    "hardware=a100": "a100_40g or a100_80g",
+    "hardware=rtx3090": "rtx4090",
+    "hardware=h100_96g": "h100_80g",
+    "precision=fp8": "fp16",
+    "precision=bfloat16": None,
+    "experiment=gpu_500": "gpus_512",
+    "adapter=qlorra": "qlora",
+    "offload=hostall": "host_all",
+    "zero=automatic": None,
+    "--config-name=finetuning": "finetune",
+}
+"""Names that nobody gave, and those that they may stand for."""
+
+
+@pytest.mark.usefixtures("_outside_torchrun")
+@pytest.mark.parametrize(("line", "meant"), MEANT.items(), ids=list(MEANT))
+def test_a_wrong_name_gets_the_nearest_of_its_family_and_size(line: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError) as refused:
+        overrides.check([line], CONF)
+    assert str(refused.value).partition("]; did you mean ")[2] == ("" if meant is None else f"{meant}?")
+
+
+GROUPS = sorted(path.parent.name + "=" + path.stem for path in CONF.glob("*/*.yaml"))
+
+
+@pytest.mark.usefixtures("_outside_torchrun")
+@pytest.mark.parametrize("line", GROUPS)
+def test_a_name_in_capitals_gets_the_name(line: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {line.partition('=')[2]}\?$"):
+        overrides.check([line.partition("=")[0] + "=" + line.partition("=")[2].upper()], CONF)
 
 
 @pytest.mark.usefixtures("_outside_torchrun")
@@ -243,7 +304,10 @@ def test_workers_and_sweeps_are_refused_under_torchrun(monkeypatch: pytest.Monke
     ("line", "told"),
     [
         ("zero.stage=5", "error: zero.stage=5: choose 0, 1, 2 or 3\n"),
-        ("zero.stage", "error: Error parsing override 'zero.stage'\nmissing EQUAL at '<EOF>'\n"),
+        (
+            "zero.stage",
+            "error: zero.stage: a setting is written KEY=VALUE, such as zero.stage=3; see dzero train --help\n",
+        ),
     ],
 )
 def test_the_command_says_it_once_without_a_stack_trace_and_leaves_nothing(

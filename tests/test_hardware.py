@@ -24,6 +24,7 @@ from dzero.hardware import (
     peak_rss_bytes,
     reset_peak_rss,
     rss_bytes,
+    slow_products,
 )
 
 GIB = 2**30
@@ -175,6 +176,18 @@ def test_what_is_available_is_the_least_that_any_limit_leaves(tmp_path: Path) ->
 def test_this_machine_answers() -> None:
     assert device_memory_bytes(torch.device("cpu")) == host_memory_bytes() > 2**28
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_a_cpu_without_16_bit_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, dtype, device_type, is_slow in (
+        ("AVX2", torch.bfloat16, "cpu", True),
+        ("AVX2", torch.float16, "cpu", True),
+        ("AVX2", torch.float32, "cpu", False),
+        ("AVX512", torch.bfloat16, "cpu", False),
+        ("AVX2", torch.bfloat16, "cuda", False),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
+        assert ("precision=fp32" in slow_products(dtype, device_type)) == is_slow
 
 
 def test_the_high_water_mark_keeps_what_was_freed_until_it_is_reset() -> None:

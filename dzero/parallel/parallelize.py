@@ -22,10 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.ledger import Ledger
 from dzero.mesh import PIPELINE, TENSOR, context_group
+from dzero.models.published import refuse_lost_adapter
 from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.expert.dispatch import ExpertParallel, parallelize_experts
 from dzero.parallel.pipeline.split import ModelStages, PipelinePlan, split_pipeline
 from dzero.parallel.tensor.parallelize import Plan, TensorParallel, parallelize_tensor
+from dzero.utils.param_attributes import kept_attributes
+from dzero.utils.torch_internals import hooked_param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +130,22 @@ def parallelize(
         What `shard` takes in place of the model.
 
     Raises:
-        ValueError: A degree does not divide what it cuts, or no plan is known for this kind of model.
+        ValueError: A degree does not divide what it cuts, no plan is known for this kind of model, or a parameter of
+            a model that tp or ep cut has a hook; or an adapter could not be saved after training.
     """
+    refuse_lost_adapter(model)
     config, experts, tensor = config or ParallelConfig(), None, None
     axes = () if mesh is None else mesh.mesh_dim_names or ()
-    if mesh is not None and config.ep > 1:
-        experts = parallelize_experts(model, mesh, config.ep, config.is_experts)
-    if mesh is not None and TENSOR in axes:
-        tensor = parallelize_tensor(model, mesh[TENSOR], config.tensor_plan, alike=config.replicated)
+    if (config.ep > 1 or TENSOR in axes) and (hooked := hooked_param(dict(model.named_parameters()))) is not None:
+        raise ValueError(
+            f"{hooked} has a hook of its own, which would see gradients of parts where tp or ep cut the model: set it "
+            "aside (handle.remove()), or train without these axes"
+        )
+    with kept_attributes(model):
+        if mesh is not None and config.ep > 1:
+            experts = parallelize_experts(model, mesh, config.ep, config.is_experts)
+        if mesh is not None and TENSOR in axes:
+            tensor = parallelize_tensor(model, mesh[TENSOR], config.tensor_plan, alike=config.replicated)
     if mesh is not None and PIPELINE in axes and pipeline is None:
         pipeline = mesh.get_local_rank(PIPELINE), mesh[PIPELINE].size()
     stages = None

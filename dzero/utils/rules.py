@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,25 +18,31 @@ class Settings:
     Attributes:
         values: Values by key, such as `{"zero.stage": 3}`; derived facts have keys too.
         changed: Keys whose value is not the default.
+        defaults: Defaults by key.
     """
 
     values: Mapping[str, Any]
     changed: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, **groups: Any) -> Settings:
         """Return the fields of configuration dataclasses, by the names of their groups."""
         found = [
-            (f"{group}.{field.name}", _listed(getattr(config, field.name)), _default(field))
+            (f"{group}.{each.name}", _listed(getattr(config, each.name)), _default(each))
             for group, config in groups.items()
-            for field in fields(config)
+            for each in fields(config)
         ]
-        values = {key: value for key, value, _ in found}
-        return cls(values, frozenset(key for key, value, default in found if value != default))
+        changed = frozenset(key for key, value, default in found if value != default)
+        return cls({key: value for key, value, _ in found}, changed, {key: default for key, _, default in found})
 
     def having(self, facts: Mapping[str, Any]) -> Settings:
         """Return these settings and `facts`."""
-        return Settings({**self.values, **facts}, self.changed)
+        return replace(self, values={**self.values, **facts})
+
+    def with_changed(self, keys: Iterable[str]) -> Settings:
+        """Return these settings, of which `keys` count as changed too."""
+        return replace(self, changed=self.changed | frozenset(keys))
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -46,8 +52,8 @@ def _listed(value: Any) -> Any:
     return [*value] if isinstance(value, tuple) else value
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _default(of: Field[Any]) -> Any:
+    return of.default if of.default_factory is MISSING else of.default_factory()
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,10 @@ class Rule:
         holds = all(_holds(settings[key], *condition) for key, condition in self.conditions.items())
         return holds and (self.also is None or self.also(settings))
 
+    def named(self, settings: Settings, facts: Mapping[str, str], but: str | None = None) -> list[str]:
+        """Return the settings of this rule with their values, as `message` shows them, `but` for one."""
+        return [facts.get(key, f"{key}={{}}").format(shown(settings[key])) for key in self.conditions if key != but]
+
     def message(self, settings: Settings, facts: Mapping[str, str]) -> str:
         """Return the error message: the settings with their values, the reason, and what to take instead.
 
@@ -97,14 +107,21 @@ class Rule:
             settings: The refused settings.
             facts: Phrase for each derived fact, with `{}` for its value. A fact with an empty phrase is not named.
         """
-        named = [facts.get(key, f"{key}={{}}").format(shown(settings[key])) for key in self.conditions]
-        first, *others = [each for each in named if each]
+        first, *others = [each for each in self.named(settings, facts) if each]
         together = f" with {' and '.join(others)}" if others else ""
         take = self.take if isinstance(self.take, str) else self.take(settings)
         if not self.idle:
             return f"{first}{together}: {self.why}; take {take}"
         why, instead = f", {self.why}" if self.why else "", f", or take {take}" if take else ""
         return f"{first} has no effect{together}{why}; remove it{instead}"
+
+
+class IncompatibleError(ValueError):
+    """Error for settings that a rule refuses together; it has the rule and the settings that were known."""
+
+    def __init__(self, message: str, rule: Rule, settings: Settings) -> None:
+        super().__init__(message)
+        self.rule, self.settings = rule, settings
 
 
 def _holds(value: Any, operator: str, values: frozenset[str]) -> bool:
@@ -123,8 +140,8 @@ def shown(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     if is_dataclass(value):
-        given = {field.name: getattr(value, field.name) for field in fields(value)}
-        defaults = {field.name: _default(field) for field in fields(value)}
+        given = {each.name: getattr(value, each.name) for each in fields(value)}
+        defaults = {each.name: _default(each) for each in fields(value)}
         return shown({name: each for name, each in given.items() if each != defaults[name]})
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{shown(each)}' for key, each in value.items())}}}"

@@ -12,6 +12,8 @@ falls back to torch's own behavior with a warning, or the run ends with one erro
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,11 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.multiprocessing.reductions import StorageWeakRef
 
+logger = logging.getLogger(__name__)
+
 VERSIONS = "torch>=2.11,<2.14"
-"""Versions of torch in which all tests pass, as pyproject.toml pins them."""
+"""Versions of torch in which all tests pass; `check` warns of a newer one, in which all names are there."""
+RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+NEWEST = (2, 13)
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,15 @@ class Seam:
 
 @cache
 def check(seams: tuple[Seam, ...]) -> None:
-    """Look for all names of `seams`, once per process; warn for each that has a fallback.
+    """Look for all names of `seams`, once per process; warn for each that has a fallback, and of an unknown torch.
 
     Raises:
         RuntimeError: A name without a fallback is missing.
     """
     for seam in seams:
         seam.require()
+    if RELEASE > NEWEST:
+        logger.warning("torch %s is newer than those that dzero is tested with, %s", torch.__version__, VERSIONS)
 
 
 def _exists(name: str) -> bool:
@@ -140,6 +148,9 @@ OPERATORS = Seam(
     (
         "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
         "torch:ops.aten._local_scalar_dense",
+        "torch:_C._dispatch_get_all_op_names",
+        "torch._ops:OpOverload._overloadname",
+        "torch.distributed.tensor:Partial._reduce_value",
         "torch:ops.aten._foreach_norm",
         "torch:ops.aten._foreach_clamp_min_",
         "torch:ops.aten._foreach_clamp_max_",
@@ -148,10 +159,21 @@ OPERATORS = Seam(
     "float() and item() of a sharded tensor silently return this rank's part, writes into its rows are lost, and "
     "F.mse_loss of it has gradients times the ranks. Call full_tensor() before",
 )
+CLIPPING = Seam(
+    ("torch.nn.utils.clip_grad:_get_total_norm", "torch.nn.utils.clip_grad:_clip_grads_with_norm_"),
+    "the norm of all gradients in torch's clip_grad_norm_",
+    "where it was imported by name before shard(), it clips each pipeline stage by its own norm and is refused with tp "
+    "and ep. Call dzero.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_",
+)
 FOREACH = Seam(
     ("torch:_foreach_add_",),
     "accumulating many gradients at once",
     "they are added one by one, which takes longer with many parameters",
+)
+TRANSFORMS = Seam(
+    ("torch:_C._functorch.get_interpreter_stack",),
+    "refusing torch.func.grad, vjp, jacrev and hessian of a sharded model",
+    "they raise torch's error about the storage of a TensorWrapper",
 )
 MODES = Seam(
     ("torch.utils._python_dispatch:TorchDispatchMode",),
@@ -163,20 +185,39 @@ FLASH = Seam(
     "attention over sequences that ranks share, on CUDA",
     "it runs tile by tile with masks, which takes longer",
 )
+PROPAGATION = Seam(
+    (
+        "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs",
+        "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.register_op_strategy",
+        "torch.distributed.tensor._op_schema:OpSpec",
+        "torch.distributed.tensor._op_schema:OpStrategy",
+    ),
+    "norms that one rank takes by itself",
+    "all ranks must take them",
+)
 STORAGES = Seam(
     ("torch:UntypedStorage._new_with_weak_ptr", "torch.multiprocessing.reductions:StorageWeakRef"),
     "empty_init, which makes values again that somebody still has",
 )
-SEAMS = (TENSORS, DTENSORS, MODULES, OPERATORS, FOREACH, MODES, FLASH)
+SEAMS = (TENSORS, DTENSORS, MODULES, OPERATORS, CLIPPING, TRANSFORMS, FOREACH, MODES, FLASH)
 """What training needs of torch besides FSDP2."""
 TIMEOUTS = Seam(
     (
-        "torch.distributed.distributed_c10d:_set_pg_timeout",
+        "torch.distributed:set_timeout or torch.distributed.distributed_c10d:_set_pg_timeout",
         "torch.distributed:ProcessGroup._get_backend",
         "torch.distributed:ProcessGroup._device_types",
     ),
     "giving the groups of a mesh the timeout of the default group",
     "these groups keep torch's timeouts of 10 or 30 minutes",
+)
+STORES = Seam(
+    (
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "torch.distributed.distributed_c10d:_get_process_group_store",
+        "torch.distributed:Store.clone",
+    ),
+    "watching the ranks of a process group",
+    "ranks that are missing are not named, and others wait for torch's timeouts",
 )
 GATHERS = Seam(
     (
@@ -244,6 +285,11 @@ def hooked_param(params: Mapping[str, torch.Tensor]) -> str | None:
     return None
 
 
+def hooks_of(param: torch.Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return the hooks of a parameter before and after its gradient is accumulated: the dicts that handles edit."""
+    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage while it lives, also one without memory."""
     key: int = storage._cdata
@@ -257,6 +303,20 @@ def add_each(into: list[torch.Tensor], more: list[torch.Tensor]) -> None:
         return
     for total, each in zip(into, more, strict=True):
         total.add_(each)
+
+
+transforms: Callable[[], list[Any] | None] = found_by("torch:_C._functorch.get_interpreter_stack") or (lambda: None)
+"""Return the transforms of torch.func in which code runs, the outermost first; None outside of all."""
+
+
+def is_transformed() -> bool:
+    """Return whether code runs inside a transform of torch.func."""
+    return bool(transforms())
+
+
+def is_in_func_gradient() -> bool:
+    """Return whether code runs inside torch.func.grad, vjp, or one of the functions that are made of these."""
+    return any(each.key().name == "Grad" for each in transforms() or ())
 
 
 # Modules.
@@ -332,6 +392,11 @@ def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def become(tensor: DTensor, other: DTensor) -> None:
+    """Let a DTensor have the local tensor and the placements of another one, in place."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
 def spec_of(tensor: DTensor) -> Any:
     """Return mesh, placements and global shape of a DTensor, from which others like it are made at less cost."""
     return tensor._spec
@@ -340,6 +405,32 @@ def spec_of(tensor: DTensor) -> Any:
 def number_operator() -> Any:
     """Return the operator that makes the Python number of a tensor with one element."""
     return torch.ops.aten._local_scalar_dense.default
+
+
+@cache
+def detach_parts() -> None:
+    """Let `detach` of a number of parts, such as a norm, stay one of parts.
+
+    Torch 2.14 joins norms there, which all ranks must then run; one often takes a norm alone, to log it. Its rule is
+    replaced by that of earlier releases, because a handler costs every other `detach` 10 to 20 us.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator if PROPAGATION.is_there else None
+    detach = torch.ops.aten.detach.default
+    if propagator is not None and propagator.op_single_dim_strategy_funcs.pop(detach, None) is not None:
+        propagator.register_op_strategy(detach, _as_placed)
+
+
+def _as_placed(schema: Any) -> Any:
+    """Return DTensor's strategy for an operator that changes no placement: the inputs' own, at no cost."""
+    schemas = import_module("torch.distributed.tensor._op_schema")
+    inputs = schema.args_schema[0].strategies
+    costs = [[0.0 if each is other else math.inf for other in inputs] for each in inputs]
+    return schemas.OpStrategy(
+        [
+            schemas.OpSpec(output_specs=each.output_spec, input_specs=[each.output_spec], redistribute_cost=[cost])
+            for each, cost in zip(inputs, costs, strict=True)
+        ]
+    )
 
 
 Arguments = tuple[object, ...]
@@ -353,21 +444,93 @@ def clipping_operators() -> tuple[Any, ...]:
     return aten.linalg_vector_norm.default, aten.clamp_.default, *foreach
 
 
-def handle_operators(handlers: Mapping[Any, Callable[[Any, Arguments, Keywords], Any]]) -> None:
-    """Let each handler, called as `handler(operator, args, kwargs)`, run its operator on DTensors, in this process."""
-    if OPERATORS.is_there:
-        DTensor._op_dispatcher._custom_op_handlers.update(handlers)
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def run_unhandled(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Run an operator on DTensors without its handler; for use in the handler itself."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operator, None)
+def replace_clipping(clip: Wrap, norm: Wrap, scale: Wrap) -> None:
+    """Replace torch's functions that clip, take the norm of, and scale gradients, by what these return for them.
+
+    Torch's `clip_grad_norm_` calls the other two by private names of its module, so that code which imported it by name
+    is affected too.
+    """
+    module: Any = import_module("torch.nn.utils.clip_grad")
+    utils: Any = torch.nn.utils
+    clips, norms, scales = clip(utils.clip_grad_norm_), norm(utils.get_total_norm), scale(utils.clip_grads_with_norm_)
+    utils.clip_grad_norm_ = module.clip_grad_norm_ = clips
+    utils.get_total_norm, utils.clip_grads_with_norm_ = norms, scales
+    if CLIPPING.is_there:
+        module._get_total_norm, module._clip_grads_with_norm_ = norms, scales
+
+
+Handler = Callable[[Any, Arguments, Keywords], Any]
+"""Function that runs an operator on DTensors, from the operator, its arguments and its keywords."""
+
+
+_handlers: dict[Any, list[Handler]] = {}
+"""Handlers of each operator in the order in which they run; the last one may be DTensor's own."""
+
+
+def handle_operators(handler: Handler, operators: Iterable[Any]) -> None:
+    """Let `handler(operator, args, kwargs)` run operators on DTensors, in this process, before earlier handlers."""
+    if not OPERATORS.is_there:
+        return
+    table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operator in operators:
+        handlers = _handlers.setdefault(operator, [table[operator]] if operator in table else [])
+        if handler not in handlers:
+            handlers.insert(0, handler)
+        table[operator] = handlers[0]
+
+
+def run_next(handler: Handler, operator: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Run an operator on DTensors by the handler after this one, or else as DTensor does; for use in handlers."""
+    handlers = _handlers[operator]
+    if (after := handlers.index(handler) + 1) < len(handlers):
+        return handlers[after](operator, args, kwargs)
+    table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    first = table.pop(operator, None)
     try:
         return operator(*args, **kwargs)
     finally:
-        if handler is not None:
-            handlers[operator] = handler
+        if first is not None:
+            table[operator] = first
+
+
+def tensor_operators() -> tuple[Any, ...]:
+    """Return all operators of torch's own library, in all overloads; none where `handle_operators` does nothing."""
+    if not OPERATORS.is_there:
+        return ()
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    pairs = [name.partition(".")[::2] for name in names]
+    packets: list[Any] = [(getattr(torch.ops.aten, name, None), overload or "default") for name, overload in pairs]
+    return tuple(getattr(packet, overload) for packet, overload in packets if hasattr(packet, overload))
+
+
+def name_of(operator: Any) -> str:
+    """Return the name of an operator without its overload, such as `add_`."""
+    name: str = schema_of(operator).name
+    return name.partition("::")[2]
+
+
+def out_of_place(operator: Any) -> Any:
+    """Return the operator that computes what one in place writes, `add.Tensor` for `add_.Tensor`; others themselves."""
+    packet = getattr(torch.ops.aten, name_of(operator).removesuffix("_"), None)
+    return getattr(packet, operator._overloadname, operator)
+
+
+class ExtremeOfParts(Partial):
+    """Placement of the largest or smallest of all elements, of which ranks have those of their parts; NaN is kept.
+
+    `Partial("max")` may drop NaN. The other names keep DTensor's rules for it away.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__({"max": "largest", "min": "smallest"}.get(kind, kind))
+
+    def _reduce_value(self, tensor: torch.Tensor, mesh: Any, mesh_dim: int) -> torch.Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(mesh.size(mesh_dim))]
+        dist.all_gather(parts, tensor, group=mesh.get_group(mesh_dim))
+        return torch.stack(parts).amax() if self.reduce_op == "largest" else torch.stack(parts).amin()
 
 
 def forget_meshes() -> None:
@@ -538,7 +701,40 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     """Change the timeout of a group's collectives."""
-    import_module("torch.distributed.distributed_c10d")._set_pg_timeout(timeout, group)
+    change = found_by("torch.distributed:set_timeout")  # public since torch 2.14
+    if change is None:
+        change = found_by("torch.distributed.distributed_c10d:_set_pg_timeout")
+    change(timeout, group)
+
+
+def another_connection() -> Any:
+    """Return a connection of its own to the store of the default process group."""
+    return import_module("torch.distributed.distributed_c10d")._get_default_store().clone()
+
+
+def is_in_default_store(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a process group (None: the default one) met in the store of the default one.
+
+    One that met elsewhere, as trainers and inference engines do, may say that its ranks are those of the default group.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is no group that torch knows.
+    """
+    c10d = import_module("torch.distributed.distributed_c10d")
+    return is_default_store(c10d._get_process_group_store(group or dist.group.WORLD))
+
+
+def is_default_store(store: Any) -> bool:
+    """Return whether a store is that of the default process group, whatever prefixes it has."""
+    default = import_module("torch.distributed.distributed_c10d")._get_default_store()
+    return _innermost(store) is _innermost(default)
+
+
+def _innermost(store: Any) -> Any:
+    """Return the store that the prefixes of `store` are put before."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
 
 
 def group_called(name: str) -> dist.ProcessGroup:

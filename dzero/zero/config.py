@@ -19,7 +19,7 @@ MASTERS = ("fp32", "remainder")
 COMPUTES = ("param", "fp8_tensorwise", "fp8_rowwise")
 MOMENTS = ("fp32", "bf16", "int8")
 SHARD_AXES = (["shard"], ["replicate", "shard"])
-UNUSED = ("agree", "zeros")
+UNUSED = ("union", "agree", "zeros")
 
 
 @accepts_old_names("zero")
@@ -46,8 +46,9 @@ class ZeroConfig:
     per node. null: one hop, and from 64 ranks on two."""
     optimizer_shard_axes: list[str] = field(default_factory=lambda: ["shard"])
     """Mesh axes over which master parameters and moments are sharded: [shard], or [replicate,shard]."""
-    unused: str = "agree"
-    """Parameters that backward does not reach: agree (on all ranks, else an error) or zeros (their gradients are 0)."""
+    unused: str = "union"
+    """Parameters that some ranks do not reach in backward: union (zeros count for these; no gradient if no rank reached
+    it), agree (an error unless all or none reached it), or zeros (gradients of zeros in any case)."""
 
     def __post_init__(self) -> None:
         if [*self.optimizer_shard_axes] not in SHARD_AXES:

@@ -54,7 +54,8 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
         for param in unit.params:
             if param.name in shared and param.trainable and layout.replica_shards == 1:
                 exchanged = param.shard_elems(layout.of_unit(unit).shard) * layout.grad.dtype.itemsize
-                totals[Entry.of("reduce", "exchange", PIPELINE, layout.grad.dtype)] += Traffic(1, exchanged)
+                whether = 1  # byte that says whether there is a gradient
+                totals[Entry.of("reduce", "exchange", PIPELINE, layout.grad.dtype)] += Traffic(1, exchanged + whether)
     return dict(totals)
 
 

@@ -134,7 +134,7 @@ def _reason(name: str, layer: nn.Linear, precision: PrecisionConfig) -> str:
 
 def _become_float8(layers: Sequence[nn.Linear], recipe: str, emulate: bool) -> None:
     """Give each layer a subclass with the forward of torchao's; layers of one class share it, and so a compilation."""
-    # Imported here, because the import takes a second and prints a message about CUDA extensions.
+    # Imported here, because the import takes a second.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

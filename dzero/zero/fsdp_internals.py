@@ -18,7 +18,7 @@ same purpose.
 
 Backports. Since torch 2.13, FSDP2 can reset a backward that raised, and ends the forward of a unit of which only some
 modules ran. Since 2.12, it finds tensors in dataclasses that a module returns; otherwise it would not gather the unit
-again for backward. `recover` and `follow_outputs` do this for earlier versions.
+again for backward. `recover` and `follow_outputs` do this for earlier versions, and for objects of any class.
 
 Outputs in place. FSDP2 detects a unit's backward by hooks on its outputs. Writing in place into an output that is a
 view, such as that of a linear layer with a bias, replaces its part of the graph, and the hook never runs. A hook on the
@@ -40,10 +40,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
-from dzero.utils.torch_internals import Seam, base_of, is_view, tree_leaves
+from dzero.utils.torch_internals import Seam, base_of, found_by, is_view, tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
@@ -83,7 +85,6 @@ REGISTRATION = Seam(
         f"{CONTEXT}iter_forward_root",
         f"{PARAM}_setattr_on_modules",
         f"{PARAM}_module_info",
-        f"{PARAM}_param_fqn",
         f"{PARAM}_sharded_post_forward_param",
     ),
     "registering shards outside of forward and backward, where code may edit parameters",
@@ -99,8 +100,10 @@ GRADIENTS = Seam(
         f"{PARAM}to_accumulated_grad_if_needed",
         f"{PARAM}to_sharded_dtensor",
         f"{PARAM}reduce_dtype",
+        f"{PARAM}init_unsharded_param",
         f"{STATE}_root_post_backward_final_callback",
         f"{CONTEXT}post_backward_final_callback_queued",
+        "torch:_C._will_engine_execute_node",
     ),
     "reducing all gradients of a unit in one buffer",
 )
@@ -140,6 +143,9 @@ IN_PLACE = Seam(
 )
 SEAMS = (UNITS, REGISTRATION, GRADIENTS, SCALARS, RECOVERY, CHANGES, FIRST_CALLS, IN_PLACE)
 """What sharding needs of FSDP2."""
+
+FINDS_DATACLASSES = found_by("torch.distributed.fsdp._common_utils:collect_grad_tensors")
+"""FSDP2's own search for tensors in dataclasses, or None in torch 2.11."""
 
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
@@ -273,12 +279,6 @@ def gathered_in(group: FSDPParamGroup) -> list[nn.Parameter]:
     return [held.unsharded_param for held in group.fsdp_params]
 
 
-def name_of(group: FSDPParamGroup, index: int) -> str:
-    """Return the name of a group's parameter in its root, or at least that of its attribute."""
-    held = group.fsdp_params[index]
-    return str(held._param_fqn or held._module_info.param_name)
-
-
 def follow_frozen(group: FSDPParamGroup) -> int | None:
     """Freeze unsharded parameters like their shards; return the index of a parameter that was replaced, or None.
 
@@ -292,6 +292,13 @@ def follow_frozen(group: FSDPParamGroup) -> int | None:
         if param is not None and param.requires_grad != shard.requires_grad:
             param.requires_grad_(shard.requires_grad)
     return None
+
+
+def parametrized_in(group: FSDPParamGroup, otherwise: int | None) -> int | None:
+    """Return the index of a parameter in whose place a module computes another tensor; `otherwise` if there is none."""
+    places = [held._module_info for held in group.fsdp_params]
+    found = (index for index, place in enumerate(places) if is_parametrized(place.module, place.param_name))
+    return next(found, otherwise)
 
 
 # Gradients that are not reduced yet.
@@ -329,10 +336,15 @@ def drop_unreduced(held: FSDPParam) -> None:
         param.grad = None
 
 
-def fill_missing(params: list[FSDPParam]) -> list[int]:
-    """Set missing gradients to zeros, if other parameters have one, and return the indices of the missing."""
+def fill_missing(params: list[FSDPParam], also_all: Callable[[], bool]) -> list[int]:
+    """Set missing gradients to zeros, and return the indices of the missing.
+
+    If all are missing, this is only done if the parameters are trained at present and `also_all` returns True.
+    """
     found = unreduced(params)
-    if not found or len(found) == len(params):
+    if len(found) == len(params):
+        return []
+    if not found and not (any(shard_of(held).requires_grad for held in params) and also_all()):
         return []
     missing = [index for index, held in enumerate(params) if held not in found]
     waiting = any(held.unsharded_accumulated_grad is not None for held in params)
@@ -353,9 +365,37 @@ def reduces(group: FSDPParamGroup) -> bool:
     return group.reduce_grads
 
 
+def came_through(module: FSDPModule, group: FSDPParamGroup) -> bool:
+    """Return whether the backward that is running came through a group's modules, and adds to any `.grad` of the model.
+
+    `torch.autograd.grad` adds to none.
+    """
+    if group._training_state.name != "PRE_BACKWARD":  # backward has not reached what they returned, or has left them
+        return False
+    groups = (each for state in state_of(module)._state_ctx.all_states for each in _of_state(state))
+    every = (held.__dict__.get("_unsharded_param") for each in groups for held in each.fsdp_params)
+    return any(
+        param is not None and param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        for param in every
+    )
+
+
 def was_gathered(group: FSDPParamGroup) -> bool:
     """Return whether the group was gathered at least once, so that unsharded parameters exist."""
     return "_unsharded_param" in group.fsdp_params[0].__dict__
+
+
+def wrap_unsharded(held: FSDPParam, around: Callable[[nn.Parameter], None]) -> None:
+    """Call `around` once with each unsharded parameter that FSDP2 makes of a shard, as soon as it is trained."""
+    done: list[nn.Parameter] = []
+
+    def init(run: Callable[[], None]) -> None:
+        run()
+        if (param := held._unsharded_param).requires_grad and not any(param is each for each in done):
+            done[:] = [param]
+            around(param)
+
+    held.init_unsharded_param = partial(init, held.init_unsharded_param)  # type: ignore[method-assign]
 
 
 def reduce_late(group: FSDPParamGroup) -> None:
@@ -438,8 +478,7 @@ def recover(root: FSDPModule) -> None:
 def follow_outputs(module: nn.Module, *, is_root: bool) -> None:
     """Register the hooks that this version of torch needs; call this once, after `fully_shard`."""
     module.register_forward_hook(_show_bases, with_kwargs=True)
-    if not hasattr(import_module("torch.distributed.fsdp._common_utils"), "collect_grad_tensors"):
-        module.register_forward_hook(_show_dataclasses)
+    module.register_forward_hook(_show_objects, with_kwargs=True)
     if is_root and not hasattr(module, "reset_iter_state"):
         module.register_forward_hook(_end_parts)
 
@@ -458,10 +497,49 @@ def _show_bases(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     state._register_pre_backward_hook([base for base in map(base_of, views) if id(base) not in own])
 
 
-def _show_dataclasses(module: nn.Module, _: object, output: Any) -> None:
+def _show_objects(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Let FSDP2 detect a backward by tensors that pytree does not see: those in objects, returned or written into.
+
+    Where a unit returns a tensor, or a container of some, FSDP2 finds it. A dataclass it finds since torch 2.12.
+    """
     state = state_of(module)
-    if not _is_repeated(state):
-        state._register_pre_backward_hook(_inside(output))
+    if not torch.is_grad_enabled() or _is_repeated(state):
+        return
+    leaves = tree_leaves(output)
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        if FINDS_DATACLASSES is None and (inside := _inside(output)):
+            state._register_pre_backward_hook(inside)
+        return
+    found = _tensors_in(
+        [*leaves, *(leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor))]
+    )
+    if found:
+        state._register_pre_backward_hook([tensor if not is_view(tensor) else base_of(tensor) for tensor in found])
+
+
+def _tensors_in(values: list[Any]) -> list[torch.Tensor]:
+    """Return the tensors made by operations in plain objects and containers, at any depth, each once."""
+    found, seen, waiting = [], set[int](), [*values]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, (nn.Module, type, str, bytes, int, float)) or callable(value):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found += [value] if value.grad_fn is not None else []
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+        else:
+            waiting += getattr(value, "__dict__", {}).values()
+            slots = [name for cls in type(value).__mro__ for name in _as_names(vars(cls).get("__slots__", ()))]
+            waiting += [getattr(value, name, None) for name in slots]
+    return found
+
+
+def _as_names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else [*slots]
 
 
 def _end_parts(root: nn.Module, _: object, output: Any) -> None:

@@ -8,10 +8,12 @@ The checks are:
     another dtype: model.to(dtype), half(), float()     error
     load_state_dict(assign=True)                        copies, with a warning; error for parameters on meta
     load_state_dict of what another rank saved          error
-    save_pretrained of the model itself                 error
+    save_pretrained of the model itself                 error, unless whole values are given as state_dict=
+    resize_token_embeddings to another size             error
     a module of the root called outside its forward     error, unless a forward left its parameters gathered
     a parameter used outside of its unit's forward      torch's error, with its place and what to do
     a unit that writes into a dict or list argument     error if FSDP2 gave it a copy that it does not return
+    torch.func.grad, vjp, jacrev or hessian             error
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.utils.numba_views import has_memory
-from dzero.utils.torch_internals import Convert, check_conversions, is_compiled, registered
+from dzero.utils.torch_internals import Convert, check_conversions, is_compiled, is_in_func_gradient, registered
 from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
@@ -145,17 +148,58 @@ def _refuse_dtype(module: nn.Module, convert: Convert) -> None:
 
 
 def refuse_own_save(model: nn.Module) -> None:
-    """Make `save_pretrained` of the model and of the models in it, which would write shards, raise."""
+    """Make `save_pretrained` of the model and of the models in it, which would write shards, raise.
+
+    With `state_dict=`, whole values by name, it works as before.
+    """
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
-            module.save_pretrained = _refuse_save  # type: ignore[assignment]
+            module.save_pretrained = partial(_save_whole, module)  # type: ignore[assignment]
 
 
-def _refuse_save(*_: object, **__: object) -> None:
-    raise RuntimeError(
-        "save_pretrained of a sharded model has only this rank's shards: call dzero.save_pretrained(sharded, folder), "
-        "or DzeroTrainer's save_model(folder), on all ranks"
-    )
+def _save_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    kind: Any = type(module)
+    own = kind.save_pretrained
+    values = signature(own).bind(module, *args, **kwargs).arguments
+    values = values.get("state_dict", values.get("kwargs", {}).get("state_dict"))
+    if values is None:
+        raise RuntimeError(
+            "save_pretrained of a sharded model has only this rank's shards: call dzero.save_pretrained(sharded, "
+            "folder), or DzeroTrainer's save_model(folder), on all ranks; or give whole values as state_dict="
+        )
+    shapes = {name: param.shape for name, param in module.named_parameters(remove_duplicate=False)}
+    for name, value in values.items():
+        if isinstance(value, torch.distributed.tensor.DTensor):
+            raise ValueError(f"save_pretrained(state_dict=): {name} is a shard; give value.full_tensor() in its place")
+        if value.shape != shapes.get(name, value.shape):
+            raise ValueError(
+                f"save_pretrained(state_dict=): {name} has shape {[*value.shape]}, the whole parameter "
+                f"{[*shapes[name]]}; give whole values"
+            )
+    return own(module, *args, **kwargs)
+
+
+def refuse_resizing(model: nn.Module) -> None:
+    """Make `resize_token_embeddings` of the model and of the models in it raise if the size would change."""
+    for module in model.modules():
+        if hasattr(type(module), "resize_token_embeddings"):
+            module.resize_token_embeddings = partial(_refuse_size, module)  # type: ignore[assignment]
+
+
+def _refuse_size(
+    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+) -> Any:
+    embedding = module.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    wanted = rows if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None:
+        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    if wanted != rows:
+        raise RuntimeError(
+            f"resize_token_embeddings({wanted}) of a sharded model with {rows} rows, which belong to its optimizer as "
+            "well: resize before shard()"
+        )
+    return embedding
 
 
 def let_accelerate_return(model: nn.Module) -> None:
@@ -197,6 +241,20 @@ def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter], module: nn.Mo
         raise RuntimeError(
             f"{name} is called outside of the model's forward, where its parameters are shards: call it in the model's "
             "forward, or make it a unit of its own (zero.units)"
+        )
+
+
+def refuse_func_gradients(module: nn.Module) -> None:
+    """Make a unit fail where torch.func takes gradients, before FSDP2 keeps tensors that are wrapped for them."""
+    module.register_forward_pre_hook(_refuse_func_gradient, prepend=True)
+
+
+def _refuse_func_gradient(*_: object) -> None:
+    if is_in_func_gradient():
+        raise RuntimeError(
+            "torch.func.grad, vjp, jacrev or hessian of a sharded model: FSDP2 would keep the weights that it gathers "
+            "inside of the transform. Take torch.autograd.grad or torch.autograd.functional.jacobian, or jvp, jacfwd "
+            "or vmap of torch.func"
         )
 
 

@@ -98,7 +98,7 @@ class Layout:
     """Tensor-parallel ranks, which share every matrix of one data-parallel rank."""
     pipeline_ranks: int = 1
     """Ranks of the pipeline, which share the layers."""
-    unused: str = "agree"
+    unused: str = "union"
     """Setting `ZeroConfig.unused`."""
     reduce_code: str | None = None
     """Format of codes, if reductions are of blocks (comm/wire.py)."""
@@ -145,8 +145,10 @@ class Layout:
             expert_ranks: Ranks that share experts, whose layout comes from `of_unit`.
 
         Raises:
-            ValueError: For combinations that cannot take effect.
+            ValueError: For combinations that cannot take effect, and a number of microbatches that is not one.
         """
+        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+            raise ValueError(f"microbatches={microbatches!r}: must be a whole number ≥ 1")
         offload = offload or OffloadConfig()
         hybrid = replicate > 1 and shard > 1
         axes = {"axis.replicate": replicate, "axis.shard": shard}

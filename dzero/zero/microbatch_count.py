@@ -17,13 +17,18 @@ class MicrobatchCount:
         """Whether microbatches were counted since the last step."""
         return self._made > 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether microbatches were counted, of which none was the last."""
+        return self._made > 0 and not self._ended
+
     def begin(self, is_last: bool) -> None:
         """Count a microbatch, and record whether it is the last of its step."""
         self._made, self._ended = self._made + 1, is_last
 
     def add_last(self) -> None:
         """Count a backward outside of `microbatch` as the last one, if the step's other ones were inside."""
-        if self._made and not self._ended:
+        if self.is_open:
             self.begin(is_last=True)
 
     def abandon(self) -> None:

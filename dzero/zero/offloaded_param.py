@@ -29,7 +29,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.utils.torch_internals import NO_TORCH_FUNCTION, make_wrapper, schema_of, tree_map_only
+from dzero.utils.torch_internals import (
+    NO_TORCH_FUNCTION,
+    make_wrapper,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from dzero.zero.dtensors import local_of, written
 from dzero.zero.quantized_weights import WeightCodec
 from dzero.zero.units import swap
@@ -251,8 +258,10 @@ class OffDeviceShard(torch.Tensor):
         if isinstance(first, OffDeviceShard) and torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{func} on a parameter in host memory: change the shape of a view or a clone")
         if isinstance(first, OffDeviceShard) and func.is_view:
-            views = func(first.outline, *args[1:], **kwargs)
-            return tree_map_only(torch.Tensor, lambda view: cls(first.memory, view), views)
+            outline = first.outline
+            views = func(outline, *args[1:], **kwargs)
+            if _share_memory(outline, views):  # `contiguous` may copy
+                return tree_map_only(torch.Tensor, lambda view: cls(first.memory, view), views)
         if isinstance(first, OffDeviceShard) and func is torch.ops.aten.new_zeros.default:
             size = torch.Size(args[1])
             zeros = torch.zeros(size.numel(), dtype=kwargs.get("dtype") or first.dtype)
@@ -329,6 +338,11 @@ def memory_of(param: torch.Tensor) -> OffDeviceTensor | None:
 
 def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tree_map_only(torch.Tensor, change, tree)
+
+
+def _share_memory(outline: torch.Tensor, views: Any) -> bool:
+    own = storage_key(outline.untyped_storage())
+    return all(storage_key(view.untyped_storage()) == own for view in tree_leaves(views))
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

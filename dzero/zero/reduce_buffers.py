@@ -1,8 +1,10 @@
 """Reduction of all trained parameters of a unit in one buffer, whether or not they have gradients on this rank.
 
-FSDP2 leaves out parameters without a gradient. If ranks use different modules of a unit, they would then add gradients
-of different parameters, or wait for data of another size. Here, a missing gradient is reduced as zeros. The consumer of
-the buffer gets the names of these parameters, and decides whether to set `.grad`, a view of the buffer.
+FSDP2 leaves out parameters without a gradient. If ranks use different modules of a unit, they would then add
+gradients of different parameters, or wait for data of another size. Here, a missing gradient is reduced as zeros. The
+consumer of the buffer gets the names of these parameters, and decides whether to set `.grad`, a view of the buffer.
+Without a consumer, as under an optimizer of torch, `.grad` of such a parameter is set where the buffer has anything,
+which is other ranks' then.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dzero.zero import fsdp_internals as fsdp
+from dzero.zero.dtensors import local_of
 from dzero.zero.unit import GradConsumer, Unit
 
 
@@ -43,7 +46,9 @@ class _Whole:
         is_last = fsdp.reduces(self._group)
         if not is_last and not fsdp.was_gathered(self._group):
             return  # FSDP2 would fail on the missing unsharded parameter
-        missing = [self.names[index] for index in fsdp.fill_missing(self._held)] if is_last else []
+        missing = (
+            [self.names[index] for index in fsdp.fill_missing(self._held, self._may_be_reached)] if is_last else []
+        )
         for held in self._scalars if is_last else ():
             fsdp.widen_gradient(held)
         self._unit.note_missing(frozenset(missing))
@@ -53,9 +58,14 @@ class _Whole:
         fsdp.set_grad_dtype(self._group, layout.param.dtype if self._consumer is None else layout.grad.dtype)
         run(*unused)
         self._unit.delivered()
-        for param in without if self._consumer is None else ():
-            param.grad = None
+        for param in without if self._consumer is None and layout.unused != "zeros" else ():
+            if param.grad is not None and not local_of(param.grad).any():  # else other ranks reached it
+                param.grad = None
         self._consumer = None
+
+    def _may_be_reached(self) -> bool:
+        """Return whether other ranks may reach parameters of the unit in this backward, which reached none here."""
+        return self._unit.layout.unused == "union" and fsdp.came_through(self._unit.modules[0], self._group)
 
     def _as_grad(
         self, name: str, param: nn.Parameter, make: Callable[[torch.Tensor], DTensor], piece: torch.Tensor

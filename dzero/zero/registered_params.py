@@ -25,13 +25,22 @@ import torch
 from torch import nn
 
 from dzero.utils.numba_views import has_memory
-from dzero.utils.torch_internals import storage_key, version_of
+from dzero.utils.registrations import registrations
+from dzero.utils.torch_internals import is_transformed, storage_key, version_of
 from dzero.zero import fsdp_internals as fsdp
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
 from dzero.zero.unit import Unit, as_module
 
-HASHED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HASHED = {
+    torch.float64: torch.int32,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+"""Types of elements that are hashed, and the integers of their bits, or of half of them."""
+HASHED_AT_ONCE = 1 << 20
+ODD = 0x1E3779B97F4A7C15
 
 
 def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> None:
@@ -99,7 +108,9 @@ class _Shown:
     def __init__(self, unit: Unit, group: fsdp.FSDPParamGroup, state: fsdp.FSDPState) -> None:
         self._unit, self._group, self._state = unit, group, state
         self._backward_hook = fsdp.backward_hook(state)
-        self._data = [_data_of(param) for param in fsdp.shards_of(group)]
+        self._registrations = registrations().count
+        self._shards = [*fsdp.shards_of(group)]
+        self._data = [_data_of(param) for param in self._shards]
         self._copies = _GatheredCopies(unit, group)
 
     def before_state_dict(self, *_: object) -> None:
@@ -114,16 +125,40 @@ class _Shown:
                 continue
             if storage is not old_storage and shard is old_shard:
                 raise RuntimeError(
-                    f"{fsdp.name_of(self._group, index)}.data was set to another tensor (vector_to_parameters "
+                    f"{_name_of(self._unit, self._shards[index])}.data was set to another tensor (vector_to_parameters "
                     "does that too), which a sharded parameter ignores: write param.data.copy_(tensor) instead"
                 )
             self._data[index] = storage, shard  # the model was moved, or FSDP2 padded the shard again
+
+    def _follow_frozen(self) -> None:
+        """Freeze unsharded parameters like their shards; raise RuntimeError if a parameter was replaced.
+
+        FSDP2 adopts parameters that were replaced before the first forward, and passes over those replaced later. It
+        registers those again that a parametrization took away.
+        """
+        index = fsdp.follow_frozen(self._group)
+        for at, shard in enumerate(fsdp.shards_of(self._group)):
+            index = at if shard is not self._shards[at] else index
+        if self._registrations != (count := registrations().count):
+            index = fsdp.parametrized_in(self._group, index)
+            self._registrations = count if index is None else self._registrations  # a caught error is raised again
+        if index is not None:
+            raise RuntimeError(
+                f"{_name_of(self._unit, self._shards[index])} was replaced by another tensor, which FSDP2 would pass "
+                "over: copy values into the parameter that is there (param.copy_(...) under no_grad), or replace it, "
+                "or tie it to another, before shard()"
+            )
 
     def before_forward(self, run: Callable[..., Any], *args: Any) -> Any:
         """Run FSDP2's `pre_forward` with unsharded parameters, gathered again if a shard was written."""
         group, unit = self._group, self._unit
         self._refuse_data()
-        _follow_frozen(group)
+        # FSDP2 registers this method as a hook of the tensors that modules of the unit return in this forward, by which
+        # it detects the backward.
+        if self._backward_hook is not None and not fsdp.is_in_backward(unit.modules[0]):
+            hook = partial(_unless_changed, unit, unit.version, self._backward_hook)
+            fsdp.set_backward_hook(self._state, hook)
+        self._follow_frozen()
         if unit.is_stale and not fsdp.is_sharded(group):
             fsdp.free(group)
         elif fsdp.is_unsharded(group):
@@ -138,17 +173,13 @@ class _Shown:
         return found
 
     def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
-        """Run FSDP2's `post_forward` so that the backward of this forward fails if parameters change before it.
+        """Run FSDP2's `post_forward`, unless a backward recomputes, and refuse writes into gathered copies.
 
         A forward that backward recomputes leaves a unit inside another gathered, because its own backward is next.
         """
         if fsdp.is_in_backward(self._unit.modules[0]):
             return output
         self._copies.refuse_writes()
-        # FSDP2 is about to register this method as a hook of the output tensors, by which it detects the backward.
-        if self._backward_hook is not None:
-            hook = partial(_unless_changed, self._unit, self._unit.version, self._backward_hook)
-            fsdp.set_backward_hook(self._state, hook)
         return run(module, args, output)
 
     def before_backward(self, run: Callable[..., Any], *args: Any) -> None:
@@ -160,7 +191,7 @@ class _Shown:
                 "differences of outputs"
             )
         if fsdp.is_unsharded(self._group):
-            _follow_frozen(self._group)
+            self._follow_frozen()
             fsdp.register_gathered(self._group)
         run(*args)
 
@@ -178,18 +209,19 @@ class _GatheredCopies:
         self._unit, self._group, self._are_copies = unit, group, unit.layout.shard > 1
         self._versions: list[int] = []
         self._values: list[tuple[int, int]] | None = None
-        self._compares_values = True
+        self._compares_values, self._is_noted = True, False
 
     def note(self) -> None:
-        """Note the state of the parameters before a forward."""
-        if self._are_copies or self._compares_values:
+        """Note the state of the parameters before a forward, unless torch.func transforms it, which wraps tensors."""
+        self._is_noted = (self._are_copies or self._compares_values) and not is_transformed()
+        if self._is_noted:
             params = fsdp.gathered_in(self._group)
             self._versions = [*map(version_of, params)] if self._are_copies else []
             self._values = [*map(self._value, params)] if self._compares_values else None
 
     def refuse_writes(self) -> None:
         """Raise RuntimeError if the forward has written into a parameter."""
-        if not self._are_copies and self._values is None:
+        if not self._is_noted:
             return
         params, values, self._values = fsdp.gathered_in(self._group), self._values, None
         versions = [*map(version_of, params)] if self._are_copies else []
@@ -198,7 +230,7 @@ class _GatheredCopies:
         if values is not None:
             written = [self._value(param) != value for param, value in zip(params, values, strict=True)]
         if any(written):
-            name = fsdp.name_of(self._group, written.index(True))
+            name = _name_of(self._unit, fsdp.shards_of(self._group)[written.index(True)])
             raise RuntimeError(
                 f"{name} was written in the forward of unit {self._unit.shape.name or 'root'}, where the write would "
                 "be lost: write parameters between steps under torch.no_grad(), initialize them from data before "
@@ -209,7 +241,7 @@ class _GatheredCopies:
         """Return the key of a parameter's storage, and for a copy a hash of its elements if they are plain numbers."""
         local = local_of(param.detach())
         plain = self._are_copies and local.dtype in HASHED and has_memory(local)
-        return storage_key(local.untyped_storage()), int(torch.hash_tensor(local).item()) if plain else 0
+        return storage_key(local.untyped_storage()), _hash_of(local) if plain else 0
 
 
 def _end_backward(units: list[Unit], stays: bool, run: Callable[[], None]) -> None:
@@ -244,16 +276,23 @@ def _after_forward(unit: Unit, units: list[Unit], waits: list[Unit], is_root: bo
         put_shards(units)
 
 
+def _hash_of(tensor: torch.Tensor) -> int:
+    """Return a sum of the elements' bits, each times an odd number of its place, modulo 2^64.
+
+    `torch.hash_tensor` xors the bits: equal elements, and those of opposite signs, cancel each other.
+    """
+    flat = tensor.reshape(-1).view(HASHED[tensor.dtype])
+    places = (2 * torch.arange(min(flat.numel(), HASHED_AT_ONCE), device=flat.device) + 1) * ODD
+    found = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in torch.split(flat, HASHED_AT_ONCE):
+        found = found * ODD + (piece * places[: piece.numel()]).sum()
+    return int(found.item())
+
+
+def _name_of(unit: Unit, param: nn.Parameter) -> str:
+    return next(name for name, own in unit.params.items() if own is param)
+
+
 def _data_of(param: nn.Parameter) -> tuple[object, object]:
     """Return the storage of a sharded parameter, which setting `.data` changes, and its shard, which stays."""
     return param.untyped_storage(), local_of(param)
-
-
-def _follow_frozen(group: fsdp.FSDPParamGroup) -> None:
-    """Freeze unsharded parameters like their shards; raise RuntimeError if a parameter was replaced."""
-    if (index := fsdp.follow_frozen(group)) is not None:
-        raise RuntimeError(
-            f"{fsdp.name_of(group, index)} was replaced by another tensor, which FSDP2 would pass over: "
-            "copy values into the parameter that is there (param.copy_(...) under no_grad), or replace it before "
-            "shard()"
-        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.utils.param_attributes import kept_attributes
 from dzero.zero.fsdp_internals import gather_without_dims
 from dzero.zero.unit import Unit
 from dzero.zero.units import swap
@@ -28,7 +29,8 @@ def widen(model: nn.Module) -> Places:
         if param.ndim == 0 and param.is_floating_point()
     }
     wide = {param: nn.Parameter(param.detach().view(1), param.requires_grad) for param in {*found.values()}}
-    swap(model.modules(), wide)
+    with kept_attributes(model):
+        swap(model.modules(), wide)
     for module in {module for module, _ in found}:
         names = [attribute for of, attribute in found if of is module]
         module.register_load_state_dict_pre_hook(_Widened(names))  # type: ignore[no-untyped-call]

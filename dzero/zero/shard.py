@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dzero.comm.watchdog import begin as begin_watchdog
 from dzero.hardware import multiplies_fp8
-from dzero.mesh import EXPERT, PIPELINE, data_mesh, make_mesh, model_groups
+from dzero.mesh import EXPERT, PIPELINE, data_mesh, join_alone, make_mesh, model_groups
+from dzero.models.published import refuse_lost_adapter
 from dzero.parallel.parallelize import ParallelModel
 from dzero.utils import torch_internals
+from dzero.utils.param_attributes import kept_attributes
 from dzero.utils.torch_internals import check
 from dzero.zero import fsdp_internals
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, sums_exactly
@@ -23,6 +26,7 @@ from dzero.zero.guards import refuse_cut, refuse_sparse
 from dzero.zero.init_params import Materialise
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OFFLOADS, OffloadConfig
+from dzero.zero.param_hooks import ParamHooks, give_back
 from dzero.zero.scalar_params import widen
 from dzero.zero.sharded import Sharded
 from dzero.zero.sharder import Sharder
@@ -78,11 +82,13 @@ def shard(
 
     Raises:
         TypeError: An argument of a type that is not listed here.
-        ValueError: A mesh, dtype or stage that does not fit the model or the ranks.
+        ValueError: A mesh, dtype or stage that does not fit the model or the ranks, or an adapter that could not be
+            saved after training.
         RuntimeError: A torch without names that sharding needs.
     """
     check((*torch_internals.SEAMS, torch_internals.GATHERS, *fsdp_internals.SEAMS))
     torch_internals.gather_under_short_names()  # the mesh may be the user's own
+    begin_watchdog()  # before ranks wait for each other, to make the groups of a mesh
     cut = model if isinstance(model, ParallelModel) else None
     whole = model.model if isinstance(model, ParallelModel) else model
     zero = ZeroConfig(stage=stage) if isinstance(stage, int) and not isinstance(stage, bool) else stage
@@ -104,6 +110,7 @@ def shard(
         raise ValueError("mesh: the model was parallelized over a mesh already, which shard() takes; leave it out")
     mesh = mesh if cut is None else cut.mesh
     if mesh is None:
+        join_alone()
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = make_mesh(device_type, replicate=dist.get_world_size() if zero.stage == 0 else 1)
     stages, experts = (None, None) if cut is None else (cut.stages, cut.experts)
@@ -125,6 +132,8 @@ def shard(
     )
     refuse_cut(whole)
     refuse_sparse(whole)
+    if cut is None:
+        refuse_lost_adapter(whole)
     float8 = convert_linear_layers(
         whole,
         precision,
@@ -137,6 +146,7 @@ def shard(
             "are emulated in fp32, which is slower than bf16",
             stacklevel=2,
         )
+    hooks = ParamHooks.of_all(whole, layout)
     scalars = widen(whole)
     choice = UnitChoice.of(zero, precision)
     units = units_of_roots(whole, stages, choice, None if experts is None else experts.modules)
@@ -148,8 +158,10 @@ def shard(
     sharder = Sharder(whole, layout, data, groups, units, materialise, from_rank_0, values_on, stages, experts, scalars)
     if zero.unit_bytes is not None and dist.get_rank() == 0:
         warn_of_larger([*sharder.shapes.values()], zero.unit_bytes, layout.param.dtype.itemsize)
-    sharded = sharder.run()
+    with kept_attributes(whole):
+        sharded = sharder.run()
     sharded.float8 = float8
+    give_back(hooks, sharded.units)
     if cut is not None and cut.config.cp > 1:
         sharded.context = cut.cut_sequences(sharded.ledger, exact=layout.exact)
     return sharded

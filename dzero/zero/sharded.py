@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch
@@ -21,9 +21,11 @@ from dzero.utils.terminal import plain
 from dzero.zero.describe import kinds_table, units_table
 from dzero.zero.float8_layers import Float8Layers
 from dzero.zero.fsdp_internals import (
+    groups_of,
     has_failed,
     recover,
     reduce_deferred_grads,
+    unreduced_in,
     unsharded_params,
 )
 from dzero.zero.layout import Layout
@@ -40,6 +42,9 @@ class GradClaimant(Protocol):
 
     def drop(self) -> None:
         """Drop the gradients of the step, reduced or not."""
+
+    def complete(self) -> None:
+        """Complete the gradients of the step, so that `.grad` has all of them; all ranks call this."""
 
 
 class Sharded:
@@ -85,12 +90,24 @@ class Sharded:
         self.is_last = True
         self._parking: Parking | None = None
         self._reductions = 0
+        self._reduced = [0] * len(units)  # reductions of each unit before this step
         self._frozen = [(unit, each.name) for unit in units for each in unit.shape.params if not each.trainable]
         self._roots = [as_fsdp(root) for root in roots_of(model, stages)]
         self._microbatches = [MicrobatchCount(layout) for _ in self._roots]
         follow_shards(units, [model] if stages is None else [], layout)
         drop = WeakMethod(self._drop_gradients)
         model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise TypeError: the model is called as it was before, not its handle."""
+        raise TypeError("Sharded is the handle of the model: call sharded.model(...)")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError, with a hint for attributes that the model has."""
+            hint = f"; the model has it: sharded.model.{name}" if hasattr(vars(self).get("model"), name) else ""
+            raise AttributeError(f"'Sharded' has no attribute {name!r}{hint}")
 
     @contextmanager
     def microbatch(self, is_last: bool = True, pipeline_stage: int = 0) -> Iterator[None]:
@@ -168,10 +185,27 @@ class Sharded:
             raise RuntimeError(
                 "the step's backward raised: call zero_grad(), and repeat the step from its first forward"
             )
-        if len(self._roots) == 1 and self._count_reductions() > self._reductions:
+        if self._had_last_outside():
             self._microbatches[0].add_last()
         for of_stage in self._microbatches:
             of_stage.end()
+        for unit, before in zip(self.units, self._reduced, strict=True):
+            if unit.reductions == before and any(map(unreduced_in, groups_of(unit.modules[0]))):
+                raise RuntimeError(
+                    f"unit {unit.shape.name or 'root'} got gradients that were never reduced: its backward was not "
+                    "noticed, because nothing that its forward returned shows the tensors that were used. Return them "
+                    "in tensors, lists, dicts or plain objects"
+                )
+        self._reduced = [unit.reductions for unit in self.units]
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether microbatches of a step have run, of which none was the last, so that there is no `.grad` yet."""
+        return any(of_stage.is_open for of_stage in self._microbatches) and not self._had_last_outside()
+
+    def _had_last_outside(self) -> bool:
+        """Return whether a backward ran outside of `microbatch`, after those inside."""
+        return len(self._roots) == 1 and self._count_reductions() > self._reductions
 
     def _count_reductions(self) -> int:
         """Count the reductions of all units; one since the end of `microbatch` is of a backward outside of it."""
@@ -309,3 +343,12 @@ def _zero_grad(
     if (dropping := drop()) is not None:
         dropping()
     zero_grad(set_to_none)
+
+
+def check_sharded(given: object, call: str, usage: str = "") -> None:
+    """Raise TypeError if the argument of `call` that must be what `shard` returned is something else."""
+    if not isinstance(given, Sharded):
+        raise TypeError(
+            f"{call} of {type(given).__name__}: in this place it takes what dzero.shard(model) returned, e.g. "
+            f"{usage or f'{call}(sharded, ...)'}"
+        )

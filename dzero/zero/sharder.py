@@ -5,7 +5,8 @@
     reshard_after_forward               that of the layout       each unit has its own (`Layout.of_unit`)
     reduce_dtype                        Layout.grad.dtype        the hook receives gradients in their final dtype
     custom all_gather, reduce_scatter   comm/collectives.py      exact sums, pairwise transfers, the ledger
-    gradient divide factor              1, plain sums            fp16 must be divided in fp32, as the collective does
+    gradient divide factor              1, plain sums            fp16 must be divided in fp32, as the collective does;
+                                                                 one that a loop sets goes to `Unit.grad_factor`
     all_reduce_hook                     Unit.deliver             called with the reduced shard, even if none is reduced
 
 `Unit.deliver` receives the gradients of a unit's trained parameters in one buffer (zero/reduce_buffers.py). Without a
@@ -15,6 +16,7 @@ consumer, the buffer is averaged over the replicas in place, and FSDP2's ordinar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from dzero.comm.collectives import AverageReplicas, ReduceGrads, UnshardParams
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import AxisReduction, ExactReduction, NativeReduction
+from dzero.comm.watchdog import follow
 from dzero.hardware import give_back_freed_memory
-from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD
+from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, next_model
 from dzero.parallel.expert.dispatch import ExpertParallel
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.tile import count_tiles, fill_tiles
@@ -46,10 +49,12 @@ from dzero.zero.guards import (
     explain_shards,
     keep_class_name,
     let_accelerate_return,
+    refuse_func_gradients,
     refuse_lost_writes,
     refuse_other_dtypes,
     refuse_outside_forward,
     refuse_own_save,
+    refuse_resizing,
 )
 from dzero.zero.init_on_disk import InitSpillFile
 from dzero.zero.init_params import Materialise, ParamInit
@@ -117,6 +122,8 @@ class Sharder:
         ends = (groups_of_model[PIPELINE], stages.shared) if stages else None
         on = torch.device(mesh.device_type)
         self.ledger.collective_log.device = on if exist(on) else None
+        self.ledger.collective_log.belong_to(next_model(mesh))
+        follow(self.ledger.collective_log)
         self.loans = Loans(on)
         self.values = ParamInit(layout, device, materialise, from_rank_0, ends)
         self.units, self.inside = units, nested([name for name, _ in units])
@@ -140,6 +147,7 @@ class Sharder:
             check_loads(root)
             refuse_other_dtypes(root)
             refuse_own_save(root)
+            refuse_resizing(root)
             self._let_generate(root)
             let_accelerate_return(root)
             explain_shards(root)
@@ -207,6 +215,7 @@ class Sharder:
             if name not in self.inside:  # the block around it has what it computed, whose dtype may be on purpose
                 cast_first_input(module, self.layout.param.dtype)
         for module in modules:
+            refuse_func_gradients(module)
             follow_outputs(module, is_root=is_root)
         unit = Unit(
             shape=shape,
@@ -287,3 +296,6 @@ class Sharder:
             for each in unit.modules:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.wait_for_update(), prepend=True)
             use_shards(module)
+        ranks = self.mesh.size()
+        for each in unit.modules:  # `set_reduce_scatter_divide_factor` calls it too
+            each.set_gradient_divide_factor = partial(unit.divide_gradients_by, ranks)  # type: ignore[method-assign]

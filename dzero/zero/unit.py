@@ -11,6 +11,7 @@ it no longer exists.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,12 +20,14 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageReplicas, ReduceGrads
 from dzero.comm.wire import Blocks
+from dzero.zero.dtensor_operators import place_grads
 from dzero.zero.layout import Layout
 from dzero.zero.offloaded_param import OffDeviceTensor, TensorStorage, memory_of
 from dzero.zero.replica_shards import ReplicaShards
@@ -112,6 +115,8 @@ class Unit:
         version: Number of steps and writes that changed parameters.
         offloaded: Parameters that are stored off the device, or quantized.
         replica_shards: Reduction and gather of replica shards; None if states are sharded over shards only.
+        grad_factor: Factor of reduced gradients, which are means over the data-parallel ranks.
+        placed_grads: Nodes of autograd that place the gradients of expressions on parameters like these.
     """
 
     shape: UnitShape
@@ -134,6 +139,8 @@ class Unit:
     version: int = 0
     offloaded: dict[str, OffDeviceTensor] = field(default_factory=dict)
     replica_shards: ReplicaShards | None = None
+    grad_factor: float = 1.0
+    placed_grads: list[Node] = field(default_factory=list)
     _fetched: dict[str, torch.Tensor] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     _missing: frozenset[str] = frozenset()
@@ -216,6 +223,7 @@ class Unit:
     def watch(self, owner: MasterOwner | None = None) -> None:
         """Watch reads and writes of parameters from now on; before a write, `owner`, if given, is synchronized."""
         self.owner = None if owner is None else weakref.ref(owner)
+        self.placed_grads = self.placed_grads or place_grads(self.params.values())
         for name, param in self.params.items():
             if name not in self.offloaded and isinstance(param, DTensor):
                 watch(param, weakref.ref(self))
@@ -254,10 +262,29 @@ class Unit:
         """Record the names without a gradient in the reduction that FSDP2 is about to start."""
         self._missing, self._delivered = missing, False
 
+    def divide_gradients_by(self, ranks: int, factor: float | None) -> None:
+        """Implement FSDP2's `set_gradient_divide_factor`: divide the sum over all data-parallel ranks by `factor`.
+
+        Args:
+            ranks: Number of data-parallel ranks of the model.
+            factor: The divisor; None for `ranks`, which makes the mean.
+
+        Raises:
+            ValueError: The divisor is not a number above 0.
+        """
+        if factor is not None and not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
+            raise ValueError(
+                f"set_gradient_divide_factor({factor!r}): gradients are the sum over {ranks} ranks, divided by a "
+                "number above 0: 1.0 for the sum, None for the mean"
+            )
+        self.grad_factor = 1.0 if factor is None else ranks / factor
+
     def deliver(self, reduced: torch.Tensor) -> None:
         """Pass `reduced` [padded shards of trained parameters, grad dtype] on, as FSDP2's all-reduce hook."""
         self._delivered = True
         self.reductions += 1
+        if self.grad_factor != 1.0:
+            reduced.mul_(self.grad_factor)
         if (consumer := self.attached) is not None:
             consumer.receive(reduced, self._missing)
             return

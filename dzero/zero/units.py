@@ -27,7 +27,7 @@ The selection depends on the model alone, not on the mesh, stage or rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -214,8 +214,7 @@ def _joined_by_tied_weights(
     model: nn.Module, named: list[tuple[str, nn.Module]], inner: set[nn.Parameter]
 ) -> list[tuple[str, list[nn.Module]]]:
     inside = {p for _, module in named for p in module.parameters()}
-    owned = {m for _, module in named for m in module.modules()}
-    outside = {p for m in model.modules() if m not in owned for p in m.parameters(recurse=False)}
+    outside = {p for m in _without(model, {module for _, module in named}) for p in m.parameters(recurse=False)}
     units: list[tuple[str, list[nn.Module], set[nn.Parameter]]] = []
     for name, module in named:
         params = set(module.parameters()) - inner
@@ -231,6 +230,18 @@ def _joined_by_tied_weights(
             units.remove(unit)
         units.append(merged)
     return [(name, modules) for name, modules, params in units if not params & outside]
+
+
+def _without(model: nn.Module, units: Set[nn.Module]) -> set[nn.Module]:
+    """Return the modules of a model that are reached without passing through a unit, as FSDP2 looks for the root's."""
+    found: set[nn.Module] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found and module not in units:
+            found.add(module)
+            waiting += module.children()
+    return found
 
 
 Units = list[tuple[str, list[nn.Module]]]

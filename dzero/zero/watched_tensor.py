@@ -38,9 +38,11 @@ class Watcher(Protocol):
 
 def watch(tensor: DTensor, use: Callable[[], Watcher | None]) -> None:
     """Report uses of a DTensor's local tensor to the owner that `use` returns; skip a simulated local tensor."""
-    local = local_of(tensor)
-    if type(local) is torch.Tensor:
-        set_local_tensor(tensor, WatchedTensor(local, use))
+    set_local_tensor(tensor, _watched(local_of(tensor), use))
+
+
+def _watched(plain: torch.Tensor, use: Callable[[], Watcher | None]) -> torch.Tensor:
+    return WatchedTensor(plain, use) if type(plain) is torch.Tensor else plain
 
 
 class WatchedTensor(torch.Tensor):
@@ -75,7 +77,7 @@ class WatchedTensor(torch.Tensor):
             return _write_out(func, tree_map_only(cls, _plain, args), kwargs)
         out = func(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
         if func.is_view and isinstance(first := args[0], cls):
-            return tree_map_only(torch.Tensor, lambda view: cls(view, first.use), out)
+            return tree_map_only(torch.Tensor, lambda view: _watched(view, first.use), out)
         return changed[0] if len(changed) == 1 and func.namespace != "c10d" and schema_of(func).returns else out
 
     def seen(self) -> torch.Tensor:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel
 from training_loops import snapshot, unequal
 
@@ -41,7 +43,8 @@ def model_of(stage: int) -> Sharded:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Chosen(), nn.Linear(8, 8))
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
-    return shard(model, ZeroConfig(stage=stage, units=lambda module: isinstance(module, Chosen)), mesh=mesh)
+    zero = ZeroConfig(stage=stage, unused="agree", units=lambda module: isinstance(module, Chosen))
+    return shard(model, zero, mesh=mesh)
 
 
 def step_of(sharded: Sharded, optim: AdamW) -> str:
@@ -63,7 +66,7 @@ def other_experts(rank: int, ranks: int, stage: int) -> str:
 def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool, stage: int) -> None:
     for told in pool.run(other_experts, 2, stage):
         assert "or other modules of them" in told
-        assert "zero.unused=zeros" in told
+        assert "zero.unused=union" in told
         assert re.search(r"rank 0: gradients of all parameters but 1\.experts\.2\.weight, 1\.experts\.2\.bias", told)
         assert re.search(r"rank 1: gradients of all parameters but 1\.experts\.0\.weight", told)
 
@@ -348,6 +351,44 @@ def test_parameters_that_were_replaced_are_refused(pool: Pool, stage: int) -> No
     for called, name in ((False, "head.weight"), (True, "embed.weight")):
         for told in pool.run(replaced, 2, stage, called):
             assert told.startswith(f"{name} was replaced by another tensor")
+
+
+def tied_late(rank: int, ranks: int, stage: int) -> str:
+    """What the first forward is told after a weight was tied to another, or has become another's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = shard(model, ZeroConfig(stage=stage), precision="fp32")
+    model[1].weight = model[0].weight
+    AdamW(sharded)
+    with pytest.raises(RuntimeError) as told:
+        model(torch.ones(2, 4))
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_are_tied_after_shard_are_refused(pool: Pool, stage: int) -> None:
+    for told in pool.run(tied_late, 2, stage):
+        assert told.startswith("1.weight was replaced by another tensor")
+
+
+def parametrized_late(rank: int, ranks: int, stage: int, called: bool) -> str:
+    """What a forward is told after a weight was given a parametrization."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = shard(model, ZeroConfig(stage=stage), precision="fp32")
+    AdamW(sharded)
+    if called:
+        model(torch.ones(2, 4)).sum().backward()
+    register_parametrization(model[1], "weight", nn.Tanh())
+    for _ in range(2):  # also if the first error was caught
+        with pytest.raises(RuntimeError) as told:
+            model(torch.ones(2, 4))
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_are_parametrized_after_shard_are_refused(pool: Pool, stage: int) -> None:
+    for called in (False, True):
+        for told in pool.run(parametrized_late, 2, stage, called):
+            assert told.startswith("1.weight was replaced by another tensor")
 
 
 def data_set(rank: int, ranks: int, stage: int, offload: bool, how: str) -> list[str]:
@@ -797,8 +838,18 @@ def passed_over(rank: int, ranks: int, how: str, host: bool) -> str:
             model.head = nn.Linear(8, 2)
             del optim
             AdamW(sharded)
+        elif how == "a module added":
+            backward()
+            model.added = nn.Linear(2, 2)
+            with suppress(RuntimeError):
+                optim.step()
+            optim.step()
+        elif how == "a parametrization":
+            weight_norm(model.head)
+            backward()
+            optim.step()
         elif how == "an out of another size":
-            nn.init.eye_(weight)
+            torch.eye(*weight.shape, out=weight.detach().to_local())
         elif how == "an array":
             weight.grad.to_local().numpy()[:] = 0.0
             return "it counts" if float(whole(weight.grad.abs().sum())) == 0.0 else ""
@@ -817,6 +868,8 @@ def passed_over(rank: int, ranks: int, how: str, host: bool) -> str:
         ("data of a gradient", "head.weight.grad.data was set to another tensor"),
         ("a gradient kept", "its gradient was used up by step()"),
         ("a module replaced", "head.weight is not one of the parameters that were sharded"),
+        ("a module added", "added.weight is not one of the parameters that were sharded"),
+        ("a parametrization", "head.weight was replaced by another tensor"),
         ("an out of another size", "makes a tensor of shape (2, 8)"),
         ("an array", "read-only"),
     ],

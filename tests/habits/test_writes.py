@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dzero import AdamW, shard
+from dzero.zero.registered_params import HASHED, _hash_of
 
 TIERS = [(0, None), (1, None), (2, None), (3, None), (3, "host_all")]
 LOST = "would be lost"
@@ -68,6 +69,16 @@ def written_in_forward(rank: int, ranks: int, stage: int, offload: str | None, h
     optim, found = AdamW(sharded, lr=0.1, weight_decay=0.0), list[Tensor]()
     said = said_by(lambda: found.extend(step_of(sharded.model, optim) for _ in range(2)))
     return said or found[-1]
+
+
+def test_a_write_that_leaves_the_bits_together_as_they_were_has_another_hash() -> None:
+    for dtype in HASHED:
+        for before in (torch.linspace(-1, 1, 35), torch.ones(8), torch.tensor(3.0)):
+            value = before.to(dtype)
+            others = value.clamp(-0.5, 0.5), -value, value * 2
+            assert _hash_of(value) == _hash_of(value.clone())
+            assert _hash_of(value) not in [_hash_of(other) for other in others]
+    assert _hash_of(torch.zeros(0, 4)) == 0
 
 
 @pytest.mark.parametrize("how", ["clamp", "to itself", "from data", "set", "norm"])

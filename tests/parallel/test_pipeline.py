@@ -10,7 +10,7 @@ import pytest
 import torch
 from comparison_steps import of_lengths
 from parity_cells import together
-from pipeline_cases import SHAPE, Piped, loaded, model_of, oracle, own_loop, saved, trained
+from pipeline_cases import CLIP, LR, SHAPE, Piped, at_one_end, loaded, model_of, oracle, own_loop, saved, trained
 from pool import Pool
 from torch import nn
 
@@ -68,9 +68,24 @@ def test_every_stage_trains_as_in_one_process_and_moves_what_formulas_say(pool: 
         assert of_rank["moved"] == of_rank["expected"]
 
 
+@pytest.mark.parametrize("unused", ["union", "agree"])
+def test_a_tied_weight_takes_what_one_end_alone_has(pool: Pool, unused: str) -> None:
+    for run in Piped(stage=1, tied=True, unused=unused), Piped(stage=2, dp=2, offload="host", tied=True, unused=unused):
+        told = pool.run(at_one_end, run.ranks, run)
+        (start, idle, stepped), norm = told[0]
+        weight = nn.Parameter(start.clone())
+        optim = torch.optim.AdamW([weight], lr=LR)
+        weight.grad = 2 * start * CLIP / (norm + 1e-6)
+        optim.step()
+        assert norm > (2 * start).norm() > CLIP
+        assert torch.equal(idle, start)
+        assert (stepped - weight).abs().max() < FP32
+        assert all(torch.equal(last, stepped) for (_, _, last), _ in told)
+
+
 def test_a_model_of_its_own_in_a_loop_of_its_own(pool: Pool) -> None:
     (want,) = pool.run(own_loop, 1, False)
-    got = together(pool.run(own_loop, 2, False))
+    got = together(pool.run(own_loop, 2, False, 4, True))
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
@@ -78,6 +93,15 @@ def test_a_model_of_its_own_in_a_loop_of_its_own(pool: Pool) -> None:
 def test_a_model_that_does_something_between_its_modules_is_refused(pool: Pool) -> None:
     for told in pool.run(own_loop, 2, True):
         assert "mesh.pp=2: the forward of Own changes hidden states outside of its modules" in told
+
+
+def test_a_microbatch_of_another_size_is_refused_before_ranks_wait_for_each_other(pool: Pool) -> None:
+    for told in pool.run(own_loop, 2, False, 3):
+        assert told.startswith(
+            "tokens of microbatch 1 are [3, 8]: the pipeline was planned for 4 sequences of one length"
+        )
+    for told in pool.run(own_loop, 2, False, 3, True):
+        assert told.startswith("tokens of microbatch 0 are [3, 8]: the pipeline was planned for 4 sequences")
 
 
 MESHES = [

@@ -68,8 +68,9 @@ CAUGHT = {
 ORDERS_NOTHING = {
     "data/template_process.py TemplateProcess._ended: self._process.wait": "the end of a process that has no tensors",
     "data/template_process.py _end: process.wait": "the end of a process that has no tensors",
+    "comm/watchdog.py Watchdog._run: self._over.wait": "the time between two heartbeats",
     "comm/collective_log.py CollectiveLog.enqueued: streams.record_event": (
-        "asked whether the device has come to it (launch/watchdog.py)"
+        "asked whether the device has come to it (comm/watchdog.py)"
     ),
     "comm/reduction.py NativeReduction.reduce_scatter: work.wait": (
         "gloo's: on a device with streams the call runs on the current one and gives no work"

@@ -65,6 +65,7 @@ class Piped:
     recompute: str = "none"
     tied: bool = False
     param: str = "fp32"
+    unused: str = "union"
     steps: int = STEPS
 
     @property
@@ -98,7 +99,7 @@ def build(run: Piped) -> Made:
     disk = DiskConfig(paths=[gettempdir()], block_bytes=8192) if run.offload == "disk" else DiskConfig()
     sharded = shard(
         cut,
-        ZeroConfig(stage=run.stage),
+        ZeroConfig(stage=run.stage, unused=run.unused),
         precision=PrecisionConfig(param=run.param),
         offload=OffloadConfig(**dict.fromkeys(("grad", "master", "moments"), run.offload), disk=disk),
         microbatches=run.microbatches,
@@ -177,6 +178,22 @@ def trained(rank: int, ranks: int, run: Piped) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "params": params, "moved": moved, "expected": expected(made)}
 
 
+def at_one_end(rank: int, ranks: int, run: Piped) -> tuple[list[Tensor], float]:
+    """A tied weight at its start, after a step of other weights, and after one of the last end's; the last's norm."""
+    made = build(run)
+    (name,) = made.sharded.stages.shared if made.sharded.stages else ()
+    params = made.sharded.named_params()
+    tied, other = params[name], next(param for each, param in params.items() if each != name)
+    found = [whole(tied).clone()]
+    for weight in other, tied if rank >= ranks // 2 else other:
+        total: Any = weight.square().sum()
+        total.full_tensor().backward()
+        made.optim.step()
+        found.append(whole(tied).clone())
+    assert made.optim.last_decision is not None
+    return found, made.optim.last_decision.norm
+
+
 def expected(made: Made) -> dict[Entry, Traffic]:
     """Of a step, by formulas; without the loss that the trainer shares."""
     sharded = made.sharded
@@ -235,8 +252,13 @@ class Own(nn.Module):
         return out
 
 
-def own_loop(rank: int, ranks: int, outside: bool) -> dict[str, Tensor] | str:
-    """As the README has it; parameters after three steps of two microbatches, or why not."""
+def own_loop(
+    rank: int, ranks: int, outside: bool, last_rows: int = 4, evaluates: bool = False
+) -> dict[str, Tensor] | str:
+    """As the README has it; parameters after three steps of two microbatches, the last of `last_rows`, or why not.
+
+    If it `evaluates`, a loop of several ranks evaluates the last microbatch before each step.
+    """
     torch.manual_seed(0)
     model, mesh = Own(outside), make_mesh("cpu", pp=ranks)
     cut = parallelize(model, mesh, ParallelConfig(pipeline_plan=PipelinePlan(("enter",), ("leave",), width=16)))
@@ -262,7 +284,12 @@ def own_loop(rank: int, ranks: int, outside: bool) -> dict[str, Tensor] | str:
         generator = torch.Generator().manual_seed(step)
         x, y = (torch.randn(2, 4, width, generator=generator) for width in (8, 4))
         if pipeline is not None:
-            pipeline.step(x.unbind(), y.unbind(), lambda loss: loss / 2)
+            try:
+                if evaluates:
+                    pipeline.evaluate(x[1, :last_rows], y[1, :last_rows])
+                pipeline.step([x[0], x[1, :last_rows]], [y[0], y[1, :last_rows]], lambda loss: loss / 2)
+            except ValueError as error:
+                return str(error)
         else:
             for index in range(2):
                 with sharded.microbatch(is_last=index == 1):

@@ -23,7 +23,7 @@ import dzero
 from dzero import AdamW
 from dzero.parallel.context import ring
 from dzero.utils import torch_internals
-from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, OPERATORS, TIMEOUTS, Seam
+from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, OPERATORS, TIMEOUTS, VERSIONS, Seam
 from dzero.zero import fsdp_internals
 from dzero.zero.fsdp_internals import CHANGES, FIRST_CALLS
 
@@ -85,8 +85,17 @@ def test_training_falls_back_with_the_same_bits(pool: Pool, stage: int) -> None:
         assert all(torch.equal(found[each], params[each]) for each in params), seam
         assert told == [
             f"torch {torch.__version__} has no {seam.names[-1]}, which dzero needs for {seam.used_for}: "
-            f"{seam.without}. torch>=2.11,<2.14 has it"
+            f"{seam.without}. {VERSIONS} has it"
         ]
+
+
+@pytest.mark.parametrize(("release", "warns"), [(torch_internals.NEWEST, False), ((3, 0), True)])
+def test_a_newer_torch_that_has_all_names_is_warned_of(
+    release: tuple[int, int], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_internals, "RELEASE", release)
+    torch_internals.check.__wrapped__(torch_internals.SEAMS)
+    assert (f"is newer than those that dzero is tested with, {VERSIONS}" in caplog.text) == warns
 
 
 def refusals(_: int, __: int) -> dict[str, str]:
@@ -106,7 +115,7 @@ def test_what_cannot_do_without_is_refused_in_one_line(pool: Pool) -> None:
     (said,) = pool.run(refusals, 1)
     uses = {name: seam.used_for for seam in REFUSED for name in seam.names}
     assert said == {
-        name: f"torch {torch.__version__} has no {name}, which dzero needs for {used_for}: install torch>=2.11,<2.14"
+        name: f"torch {torch.__version__} has no {name}, which dzero needs for {used_for}: install {VERSIONS}"
         for name, used_for in uses.items()
     }
 

@@ -149,6 +149,22 @@ def test_a_block_that_shares_a_weight_with_the_rest_is_left_to_the_root() -> Non
     assert names(Model()) == ["layers.0", "layers.2"]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_blocks_that_have_a_module_of_the_root_are_left_to_it(is_first: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            bank = nn.Linear(4, 4)
+            if is_first:
+                self.bank = bank
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))
+            for index in (0, 2):
+                self.layers[index].append(bank)
+            self.bank = bank
+
+    assert names(Model()) == ["layers.1"]
+
+
 def test_a_large_embedding_and_a_large_head_are_units_around_the_blocks() -> None:
     assert names(llama()) == ["embedding", *BLOCKS, "head"]
     assert names(llama(SMALL)) == BLOCKS, "a collective more would cost as much as it hides"

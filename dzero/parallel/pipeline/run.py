@@ -130,7 +130,17 @@ class Pipeline:
         """Run forward and backward of the step's microbatches. Collective over the pipeline.
 
         `take` returns the tensor to call backward on for a microbatch's loss, or for the term that a stage adds to it.
+
+        Raises:
+            ValueError: There are more or fewer microbatches than planned, or one has another shape: ranks would wait
+                for each other forever.
         """
+        stages = self._stages
+        for what, given, is_used in (("tokens", tokens, stages.has_first), ("targets", targets, stages.has_last)):
+            if len(given) != self._microbatches and (is_used or len(given)):  # ranks of other stages may give none
+                planned = self._microbatches
+                raise ValueError(f"{len(given)} {what}: the pipeline was planned for {planned} microbatches in a step")
+            self._check_shapes(what, given)
         self._tokens, self._targets, self._take = tokens, targets, take
         numbers = torch.arange(self._microbatches)
         inputs = (numbers,) if self._stages.has_first else ()
@@ -142,14 +152,20 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
-        """Return the loss of one microbatch, number 0, without backward; None on ranks without the last stage."""
+        """Return the loss of one microbatch, number 0, without backward; None on ranks without the last stage.
+
+        Raises:
+            ValueError: The microbatch has another shape than planned: a stage would receive less than it waits for.
+        """
+        self._check_shapes("tokens", [tokens])
+        self._check_shapes("targets", [targets])
         self.microbatch = 0
         try:
             for stage in self._stages.own:
                 x = tokens if stage.index == 0 else self._receive(stage.index - 1)
                 if stage.index == self._stages.count - 1:
                     return self._loss(stage.module, x, targets)
-                x = self._run(stage.module, x)
+                x = self._hidden_of(stage, x)
                 self._ledger.record("pipeline", "send", PIPELINE, x.dtype, x.nbytes)
                 with self._ledger.collective_log.waiting():
                     dist.send(x.contiguous(), self._peer(stage.index + 1), group=self._group)
@@ -164,8 +180,18 @@ class Pipeline:
         if stage.index == self._stages.count - 1:
             loss = self._take(self._loss(stage.module, x, self._targets[microbatch]))
             return loss.view(1).clone()  # not a view, as torch may detach it in place
-        out, added = self._run(stage.module, x), self._added(stage.module)
+        out, added = self._hidden_of(stage, x), self._added(stage.module)
         return out if added is None else _Adding.apply(out, self._take(added))  # type: ignore[no-untyped-call]
+
+    def _hidden_of(self, stage: ModelStage, x: Tensor) -> Tensor:
+        """Return the hidden states that a stage passes on; raise ValueError if they have another shape than planned."""
+        out = self._run(stage.module, x)
+        if out.shape != self._hidden.shape:
+            raise ValueError(
+                f"stage {stage.index} makes {[*out.shape]} of a microbatch of {[*x.shape]}, and the pipeline was "
+                f"planned for hidden states of {[*self._hidden.shape]}: give it microbatches of that size"
+            )
+        return out
 
     def stage_of(self, stage: ModelStage) -> tuple[int, int, dict[str, Any]]:
         """Return the arguments of torch's `PipelineStage` for a stage."""
@@ -185,12 +211,24 @@ class Pipeline:
 
     def begin(self, moves: list[dist.P2POp]) -> list[dist.P2POp]:
         """Mark this rank as waiting for `moves`, if any, and return them."""
-        self._ledger.collective_log.moves = self._ledger.collective_log.moves or bool(moves)
+        collective_log = self._ledger.collective_log
+        collective_log.moves = collective_log.moves or bool(moves)
+        collective_log.transfers += bool(moves)
         return moves
 
     def compute(self) -> None:
         """Mark this rank as no longer waiting."""
         self._ledger.collective_log.moves = False
+
+    def _check_shapes(self, what: str, given: Sequence[Tensor]) -> None:
+        """Raise ValueError if microbatches are not all of the planned number of sequences, of one length."""
+        shapes, sequences = [[*each.shape] for each in given], self._hidden.shape[0]
+        for index, shape in enumerate(shapes):
+            if shape != shapes[0] or shape[:1] != [sequences]:
+                raise ValueError(
+                    f"{what} of microbatch {index} are {shape}: the pipeline was planned for {sequences} sequences of "
+                    f"one length, as {shapes[0]}; leave the rest of the data out, or fill it up"
+                )
 
     @torch.no_grad()
     def _check_passing(self, empty: nn.Module) -> None:

@@ -1,10 +1,16 @@
-"""Loss of a head in tiles of tokens, as one operator: logits of a tile are made in forward, and again in backward.
+"""Loss of a head in tiles, as one operator: logits of a tile are made in forward, and again in backward.
 
-    forward     tile: logits = x w^T + b, and the sum of their cross-entropies
-    backward    tile: p = softmax(logits) - onehot(target); dx = p w; dw += p^T x; db += sum(p)
+    forward     tile of tokens: logits = x w^T + b; of each token the largest logit and the log of the sum of
+                exp(logit - largest), and the sum of the cross-entropies
+    backward    tile of the vocabulary: p = softmax(logits) - onehot(target); dw = p^T x; db = sum(p); dx += p w
 
-Gradients of the weight are added in place, tile by tile, in its dtype. Autograd would hold the sum so far, the next
-summand, and their sum, each as large as the weight, which is larger than a tile of logits.
+With these two numbers of each token, 8 bytes, backward needs no whole rows of logits. So it cuts along the vocabulary:
+each row of the weight's gradient is one product over all tokens, rounded once, as without tiles. In tiles of tokens it
+would be a sum over tiles, whose error grows with their number in 16 bits, and which takes twice the memory in fp32.
+
+The gradient of features is a sum over tiles, in fp32 and rounded once. For 16-bit features it takes 4 more bytes for
+each of [tokens, hidden] in backward, and 2 for the summand. Of autograd's sums for a loop of tiles, each would take the
+memory of the weight, which is larger than a tile of logits.
 """
 
 from __future__ import annotations
@@ -40,24 +46,34 @@ def sum_of_tiled_losses(features: Tensor, weight: Tensor, bias: Tensor | None, t
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, n: int) -> Tensor:
-        ctx.save_for_backward(features, weight, bias, targets)
-        ctx.n = n
+        counted = targets != IGNORED
+        ids = torch.arange(len(weight), device=targets.device).index_select(0, targets.where(counted, 0))  # checks them
+        largest, log_sum = torch.empty(2, len(features), 1, device=features.device).unbind()
         total = torch.zeros((), device=features.device)
-        for part, of_part in zip(features.chunk(n), targets.chunk(n), strict=True):
+        start = 0
+        for part in features.chunk(n):
+            rows = slice(start, start + len(part))
             logits = F.linear(part, weight, bias).float()
-            total += F.cross_entropy(logits, of_part, reduction="sum", ignore_index=IGNORED)
+            torch.amax(logits, 1, keepdim=True, out=largest[rows])
+            logits -= largest[rows]
+            picked = logits.gather(1, ids[rows].unsqueeze(1))
+            torch.log(logits.exp_().sum(1, keepdim=True), out=log_sum[rows])
+            total += (log_sum[rows] - picked).squeeze(1).where(counted[rows], 0.0).sum()
+            start += len(part)
+        ctx.save_for_backward(features, weight, bias, counted, ids, largest, log_sum)
+        ctx.n = n
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, targets = ctx.saved_tensors
+        features, weight, bias, counted, ids, largest, log_sum = ctx.saved_tensors
 
-        def of_logits(logits: Tensor, rows: slice) -> Tensor:
-            return _grad_of_logits(logits, targets[rows], grad)
+        def softmax(logits: Tensor) -> Tensor:
+            return logits.sub_(largest).sub_(log_sum).exp_()
 
         wanted = ctx.needs_input_grad[:3]
-        return (*grads_in_tiles(features, weight, bias, ctx.n, wanted, of_logits), None, None)
+        return (*grads_in_tiles(features, weight, bias, ctx.n, wanted, softmax, ids, grad * counted), None, None)
 
 
 def grads_in_tiles(
@@ -66,32 +82,66 @@ def grads_in_tiles(
     bias: Tensor | None,
     n: int,
     wanted: Sequence[bool],
-    of_logits: Callable[[Tensor, slice], Tensor],
+    softmax: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    of_losses: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of features [tokens, hidden], weight [vocabulary, hidden] and bias, where they are wanted.
+    """Return the gradients of features, weight and bias, where they are wanted, in tiles of the vocabulary.
 
-    `of_logits` returns the gradient of a tile's logits, from the logits [rows, vocabulary] and their rows.
+    Args:
+        features: Inputs of the head [tokens, hidden].
+        weight: Weight of the head [vocabulary, hidden], or this rank's rows of it.
+        bias: Bias of these rows [vocabulary], or None.
+        n: Number of tiles.
+        wanted: Which of the three gradients are wanted.
+        softmax: Turns logits of a tile, fp32 [tokens, ids of the tile], into probabilities, in place.
+        ids: Row of each token's target, int64 [tokens]; one that is no row where another rank has it.
+        of_losses: Gradient of each token's loss, fp32 [tokens]; 0 where it does not count.
     """
-    of_features = torch.empty_like(features) if wanted[0] else None
-    of_weight = torch.zeros_like(weight) if wanted[1] else None
-    of_bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+    of_weight = torch.empty_like(weight) if wanted[1] else None
+    of_bias = torch.empty_like(bias) if wanted[2] and bias is not None else None
+    sum_of_features = _Sum(features) if wanted[0] else None
     start = 0
-    for part in features.chunk(n):
-        grad = of_logits(F.linear(part, weight, bias), slice(start, start + len(part)))
-        if of_features is not None:
-            torch.mm(grad, weight, out=of_features[start : start + len(part)])
+    for rows in weight.chunk(n):
+        tile = slice(start, start + len(rows))
+        logits = F.linear(features, rows, None if bias is None else bias[tile])
+        grad = _grad_of_logits(logits, softmax, ids - start, of_losses)
+        if sum_of_features is not None:
+            sum_of_features.add_product(grad, rows)
         if of_weight is not None:
-            of_weight.addmm_(grad.t(), part)
+            torch.mm(grad.t(), features, out=of_weight[tile])
         if of_bias is not None:
-            of_bias += grad.sum(0)
-        start += len(part)
-    return of_features, of_weight, of_bias
+            torch.sum(grad, 0, out=of_bias[tile])
+        start += len(rows)
+    return None if sum_of_features is None else sum_of_features.rounded(), of_weight, of_bias
 
 
-def _grad_of_logits(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of a tile's logits in their dtype, for the gradient `grad` of the sum."""
-    counted = (targets != IGNORED).unsqueeze(1)
-    ids = targets.unsqueeze(1).where(counted, 0)
-    probabilities = logits.float().softmax(-1)
-    probabilities.scatter_add_(1, ids, torch.full_like(ids, -1, dtype=probabilities.dtype))
-    return probabilities.mul_(grad * counted).to(logits.dtype)
+class _Sum:
+    """Sum of products with the shape of `like`, in fp32 if there are several, and in its dtype once `rounded`."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._dtype = like.dtype
+        self._total: Tensor | None = None
+
+    def add_product(self, one: Tensor, other: Tensor) -> None:
+        """Add the product of two matrices."""
+        if self._total is None:
+            self._total = torch.mm(one, other)
+        elif self._dtype == torch.float32:
+            self._total.addmm_(one, other)
+        else:
+            self._total = self._total.float().add_(torch.mm(one, other))
+
+    def rounded(self) -> Tensor:
+        """Return the sum."""
+        assert self._total is not None
+        return self._total.to(self._dtype)
+
+
+def _grad_of_logits(logits: Tensor, softmax: Callable[[Tensor], Tensor], ids: Tensor, of_losses: Tensor) -> Tensor:
+    """Return the gradient of a tile's logits [tokens, ids] in their dtype; `ids` count from the tile's first one."""
+    probabilities = softmax(logits.float())
+    is_here = (ids >= 0) & (ids < logits.shape[1])
+    places = ids.where(is_here, 0).unsqueeze(1)
+    probabilities.scatter_add_(1, places, -is_here.unsqueeze(1).to(probabilities.dtype))
+    return probabilities.mul_(of_losses.unsqueeze(1)).to(logits.dtype)

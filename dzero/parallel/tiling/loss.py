@@ -4,10 +4,11 @@
     vocabulary     log-sum-exp and the target's logit        log-sum-exp over the tiles
     tokens         the sum of its tokens' losses             addition
 
-Both keep only the inputs of a tile, and recompute its logits in backward. Tiles of the vocabulary are also units, so
-the head's weight is gathered tile by tile. A tied head's weight is that of the embedding, which is looked up whole, so
-it stays whole and is tiled along tokens. Logits have the working dtype; log-sum-exp and loss are fp32, as with an
-untiled head.
+Both keep only the inputs of a tile, and recompute its logits in backward, where they are cut along the vocabulary in
+either case (tiling/head_loss.py). No gradient is a sum over tiles in 16 bits, so that none has a larger error with more
+tiles. Tiles of the vocabulary are also units, so the head's weight is gathered tile by tile. A tied head's weight is
+that of the embedding, which is looked up whole, so it stays whole and is tiled along tokens. Logits have the working
+dtype; log-sum-exp and loss are fp32, as with an untiled head.
 
 A head that is given targets returns the sum of losses in place of logits. So any model whose output is what its head
 returns can be tiled, without knowledge of its forward; `returns_logits_of` tries that with two tokens.
@@ -33,6 +34,7 @@ from dzero.models.llama import Llama
 from dzero.parallel.forward_wrapping import Forward, wrap_method
 from dzero.parallel.loss import sum_of_losses
 from dzero.parallel.tiling.head_loss import sum_of_tiled_losses
+from dzero.parallel.tiling.shared_input import input_for_each
 from dzero.parallel.tiling.split_head_loss import sum_of_split_losses
 from dzero.parallel.tiling.tile import tile_all, tiles_of
 from dzero.utils.torch_internals import fake_tensor_limits, fake_tensors
@@ -220,9 +222,10 @@ def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tens
     tile_of_target = tile_of_id.index_select(0, ids)
     within = ids - (sizes.cumsum(0) - sizes)[tile_of_target]
     log_sums, target_logit = [], torch.zeros(ids.shape, device=targets.device)
+    read = input_for_each(features)
     for index, tile in enumerate(tiles):
         has_target = tile_of_target == index
-        log_sum, logit = tile(features, within.where(has_target, 0))
+        log_sum, logit = tile(read(), within.where(has_target, 0))
         log_sums.append(log_sum)
         target_logit = torch.where(has_target, logit, target_logit)
     losses = torch.stack(log_sums).logsumexp(0) - target_logit

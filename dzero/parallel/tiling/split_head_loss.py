@@ -1,9 +1,10 @@
-"""Loss in tiles of tokens of a head whose vocabulary is split over ranks (tensor parallelism).
+"""Loss in tiles of a head whose vocabulary is split over ranks (tensor parallelism).
 
-    forward     tile: this rank's logits, and of each token two numbers: their log-sum-exp, and the target's logit if
-                the rank has it
+    forward     tile of tokens: this rank's logits, and of each token two numbers: their log-sum-exp, and the target's
+                logit if the rank has it
                 all tokens: one all-gather of these; log-sum-exp over the ranks
-    backward    tile: p = exp(logits - log-sum-exp) - onehot(target); dx = p w; dw += p^T x; db += sum(p)
+    backward    tile of this rank's vocabulary (head_loss.py): p = exp(logits - log-sum-exp) - onehot(target);
+                dw = p^T x; db = sum(p); dx += p w
 
 Of dx each rank has the summand of its own logits. Logits have the working dtype; everything after them is fp32, as
 without tiles.
@@ -112,10 +113,10 @@ class _SplitTiledLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         features, weight, bias, counted, own_ids, is_own, log_sum = ctx.saved_tensors
 
-        def of_logits(logits: Tensor, rows: slice) -> Tensor:
-            probabilities: Tensor = (logits.float() - log_sum[rows].unsqueeze(1)).exp_()
-            probabilities.scatter_add_(1, own_ids[rows].unsqueeze(1), -is_own[rows].unsqueeze(1).float())
-            return probabilities.mul_(grad * counted[rows].unsqueeze(1)).to(logits.dtype)
+        def softmax(logits: Tensor) -> Tensor:
+            return logits.sub_(log_sum.unsqueeze(1)).exp_()
 
+        ids = own_ids.where(is_own, -1)
         wanted = ctx.needs_input_grad[:3]
-        return (*grads_in_tiles(features, weight, bias, ctx.n, wanted, of_logits), None, None, None)
+        grads = grads_in_tiles(features, weight, bias, ctx.n, wanted, softmax, ids, grad * counted)
+        return (*grads, None, None, None)

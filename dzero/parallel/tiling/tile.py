@@ -8,7 +8,7 @@
 A Linear is cut along output features, not input features: each output stays one dot product, and ZeRO shards the same
 dim 0. The hidden features of an MLP meet in only one sum, so a tile is a narrower MLP of the same class. If backward
 recomputes a tile's forward, hidden activations also exist for one tile at a time. The bias of `down` belongs to the
-first tile. The gradient of x is a sum over tiles in x's dtype, made by autograd as for any tensor with several uses.
+first tile. The gradient of x is a sum over tiles, in fp32 and rounded once (tiling/shared_input.py).
 
 Note: module attributes. The module keeps its class name, children, hooks and position. Its parameters become None, and
 the new child `tiles` holds theirs. Each tile is a unit (`zero/units.py`). State dicts have the untiled keys and shapes
@@ -32,8 +32,10 @@ from torch.distributed.tensor import DTensor
 
 from dzero.parallel.forward_wrapping import Forward, checkpointed_part, keep, wrap_method
 from dzero.parallel.tiling.embedding import looked_up_in_tiles, set_rows, tile_looking_up, untileable
+from dzero.parallel.tiling.shared_input import input_for_each
 from dzero.parallel.tiling.state_dicts import cut_on_load, join_on_save
 from dzero.parallel.tiling.tiles import TileCut, Tiles
+from dzero.utils.torch_internals import hooked_param
 
 # Names in an MLP of the Linears cut along output features, and of the one cut along input features.
 MLPS = ((("gate", "up"), "down"), (("gate_proj", "up_proj"), "down_proj"))
@@ -151,6 +153,11 @@ def _plan(module: nn.Module, n: int) -> list[TileCut]:
         raise ValueError(f"{kind} is in {len(tiles_of(module))} tiles already: tile it once")
     if any(isinstance(param, DTensor) for param in module.parameters()):
         raise ValueError(f"{kind} is sharded already: tile it before the model is sharded")
+    if (hooked := hooked_param(dict(module.named_parameters()))) is not None:
+        raise ValueError(
+            f"{hooked} of {kind} has a hook of its own, which would see gradients of tiles: set it aside "
+            "(handle.remove()), or leave this module whole"
+        )
     params = dict(module.named_parameters(remove_duplicate=False))
     names = _mlp_names(module) if len({*params.values()}) == len(params) else None
     if isinstance(module, nn.Linear) and params.keys() <= {"weight", "bias"}:
@@ -228,4 +235,5 @@ def _outputs(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
     again = (keep(x, len(tiles_of(module))),) if tiles.recompute and torch.is_grad_enabled() else ()
-    return (tile(x, *again) for tile in tiles.children())
+    read = input_for_each(x)
+    return (tile(read(), *again) for tile in tiles.children())

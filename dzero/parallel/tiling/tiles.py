@@ -66,6 +66,7 @@ class Tiles(nn.Module):
         linear = self.get_submodule(f"{index}.{cut.owner}".rstrip("."))
         data = whole.detach() if cut.dim is None else whole.detach().narrow(cut.dim, *cut.span(index))
         part = nn.Parameter(data.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
+        vars(part).update(vars(whole))
         setattr(linear, cut.attribute, part)
         if isinstance(linear, nn.Linear) and part.ndim == 2:
             linear.out_features, linear.in_features = part.shape

@@ -1,0 +1,106 @@
+"""What a newcomer types first works, or is answered in one line that says what to type instead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+
+import dzero
+
+ALONE = """
+import torch, dzero
+sharded = dzero.shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), stage=3, precision="fp32")
+optim = dzero.AdamW(sharded)
+sharded.model(torch.ones(2, 4)).sum().backward()
+optim.step()
+again = dzero.shard(torch.nn.Linear(4, 4))
+print("trained", optim.last_decision.finite)
+"""
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def typed(**variables: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | variables
+    return subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_one_process_without_a_launcher_trains_and_is_told_once() -> None:
+    done = typed()
+    assert done.stdout == "trained True\n"
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("this process trains alone") == 1
+
+
+def test_one_of_several_processes_does_not_train_alone() -> None:
+    done = typed(WORLD_SIZE="2", RANK="0")
+    assert done.returncode == 1
+    assert (
+        "WORLD_SIZE=2, so this is one of several processes: call torch.distributed.init_process_group()" in done.stderr
+    )
+
+
+def refused(do: Callable[[], Any]) -> str:
+    with pytest.raises((TypeError, AttributeError, ValueError)) as error:
+        do()
+    return str(error.value)
+
+
+def answers(rank: int, ranks: int, folder: str) -> dict[str, str]:
+    model = nn.Linear(4, 4)
+    params = list(model.parameters())
+    sharded = dzero.shard(model, stage=2)
+    plain = torch.optim.SGD(params)
+    config: Any = dzero.CheckpointConfig(folder=folder)
+    other: Any = model
+    rule: Any = "SGD"
+    other_rule: Any = plain
+    ways: dict[str, Callable[[], Any]] = {
+        "AdamW of Linear": lambda: dzero.AdamW(other),
+        "AdamW of generator": lambda: dzero.AdamW(other.parameters()),
+        "AdamW of list": lambda: dzero.AdamW(params),  # type: ignore[arg-type]
+        "Muon of Linear": lambda: dzero.Muon(other),
+        "TorchOptimizer of Linear": lambda: dzero.TorchOptimizer(other, torch.optim.SGD),
+        "TorchOptimizer of rule='SGD'": lambda: dzero.TorchOptimizer(sharded, rule),
+        "TorchOptimizer of rule=an object of SGD": lambda: dzero.TorchOptimizer(sharded, other_rule),
+        "name the rate, lr=0.001": lambda: dzero.AdamW(sharded, 1e-3),  # type: ignore[arg-type]
+        "give parameters, AdamW(sharded, model.parameters(), ...)": lambda: dzero.AdamW(sharded, other),
+        "lr='1e-3': pass a number": lambda: dzero.AdamW(sharded, lr="1e-3"),  # type: ignore[arg-type]
+        "betas='no': pass two numbers": lambda: dzero.AdamW(sharded, betas="no"),  # type: ignore[arg-type]
+        **{
+            f"max_norm={norm!r}: must be a number above 0": partial(dzero.AdamW, sharded, max_norm=norm)
+            for norm in (0.0, -1.0, float("nan"), "1", True)
+        },
+        **{
+            f"microbatches={count!r}: must be a whole number": partial(dzero.shard, nn.Linear(2, 2), microbatches=count)
+            for count in (0, -1, 2.5, "2", True)
+        },
+        "a mesh: 2: pass a DeviceMesh": lambda: dzero.shard(nn.Linear(2, 2), mesh=2),  # type: ignore[arg-type]
+        "take_mesh of None: pass a DeviceMesh": lambda: dzero.take_mesh(None, {}),  # type: ignore[arg-type]
+        "make_mesh(2): the first argument is the type of device": lambda: dzero.make_mesh(2),  # type: ignore[arg-type]
+        "describe of list: give a model": lambda: dzero.describe([]),  # type: ignore[arg-type]
+        "Checkpointer(config, sharded, optim)": lambda: dzero.Checkpointer(config, other, dzero.AdamW(sharded)),
+        "dzero.save_pretrained of Linear": lambda: dzero.save_pretrained(other, folder),
+        "dzero.weights of Linear": lambda: dzero.weights(other),
+        "Checkpointer of '": lambda: dzero.Checkpointer(other and folder, sharded, dzero.AdamW(sharded)),  # type: ignore[arg-type]
+        "Checkpointer of Linear": lambda: dzero.Checkpointer(config, other, dzero.AdamW(sharded)),
+        "Checkpointer with SGD": lambda: dzero.Checkpointer(config, sharded, plain),  # type: ignore[arg-type]
+        "call sharded.model(...)": lambda: sharded(torch.ones(4)),
+        "sharded.model.parameters": lambda: sharded.parameters(),
+        "'Sharded' has no attribute 'modle'": lambda: sharded.modle,
+    }
+    return {told: refused(do) for told, do in ways.items()}
+
+
+def test_what_is_given_in_place_of_the_handle_is_named_with_what_to_give(pool: Pool, tmp_path: Any) -> None:
+    for told, message in pool.run(answers, 1, str(tmp_path / "saved"))[0].items():
+        assert told in message
+        assert "\n" not in message
