@@ -5,8 +5,9 @@
         data                                unlinked as soon as it is open
 
 Lock. While it is held, the run is alive. If it is free, the run is dead, and the next run on this path removes what was
-left. Process ids are not used, because they are reused and differ between containers. A directory exists for a moment
-before its lock is held, so the clean-up of another run may remove it. Its owner detects this, and takes another name.
+left; on a file system without locks, nothing. Process ids are not used, because they are reused and differ between
+containers. A directory exists for a moment before its lock is held, so the clean-up of another run may remove it. Its
+owner detects this, and takes another name.
 
 Data. A file without a name cannot be opened by accident, deleted, or taken for a checkpoint. The kernel frees its
 blocks when the last process that has it open ends, however it ends. SIGKILL leaves only a directory with a lock file of
@@ -18,7 +19,6 @@ Forked children share the lock and the file: while one of them is alive, so is t
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -28,6 +28,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from dzero.hardware import format_bytes
+from dzero.utils.file_lock import take
 from dzero.utils.scratch_paths import FOLDER, DiskError, open_path, reported_as_disk_error
 
 NAME = re.compile(r"dzero-\d+-\d+-[0-9a-f]{16}")
@@ -98,7 +99,7 @@ class ScratchDir:
             except FileExistsError as error:
                 what = f"the run directory {name} is there already: two runs cannot share one; let the name be chosen"
                 raise DiskError(errno.EEXIST, self.path, what) from error
-            with ExitStack() as lost, suppress(FileNotFoundError, BlockingIOError):  # removed before it was locked
+            with ExitStack() as lost, suppress(FileNotFoundError):  # removed before it was locked
                 lost.callback(_remove, os.rmdir, name, self._parent)
                 folder = os.open(name, FOLDER, dir_fd=self._parent)
                 lost.callback(os.close, folder)
@@ -107,8 +108,7 @@ class ScratchDir:
                 lock = os.open("lock", NEW, 0o600, dir_fd=folder)
                 lost.callback(_remove, os.unlink, "lock", folder)
                 lost.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.fstat(lock).st_nlink:
+                if take(lock) is False or not os.fstat(lock).st_nlink:
                     continue
                 os.write(lock, str(self.needed_bytes).encode())
                 undo.push(lost.pop_all())
@@ -184,11 +184,10 @@ def _look(parent: int, name: str) -> ScratchOwner | None:
         try:
             lock = os.open("lock", LOCK, dir_fd=folder)
             opened.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not take(lock):  # alive, or on a file system without locks perhaps alive
+                return ScratchOwner(name, int(os.pread(lock, 32, 0) or b"0"))
             for left in ("data", "lock"):
                 _remove(os.unlink, left, folder)
-        except BlockingIOError:
-            return ScratchOwner(name, int(os.pread(lock, 32, 0) or b"0"))
         except FileNotFoundError:
             pass  # no lock yet, or not any more: an empty directory may be removed, and its owner detects it
         os.rmdir(name, dir_fd=parent)

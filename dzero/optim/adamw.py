@@ -14,6 +14,7 @@ from dzero.offload.lane import copy_all
 from dzero.optim.adamw_math import Coefficients
 from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
 from dzero.optim.flat_update import AdamWUpdater, BeforePiece, ParamUpdate
+from dzero.optim.group_settings import check_rate, is_number
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.param_state import MOMENTS, InitialValues, ParamState
@@ -83,11 +84,15 @@ class AdamW(MasterOptimizer):
         super()._check_groups(named)
         for group in self.param_groups:
             refuse_other_rules(group, "a parameter group")
-            for key in ("lr", "eps", "weight_decay"):
-                if not group[key] >= 0:
-                    raise ValueError(f"{key}={group[key]}: pass a number that is not negative")
-            if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-                raise ValueError(f"betas={group['betas']}: pass two numbers in [0, 1), such as (0.9, 0.999)")
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        super()._check_settings(settings)
+        for key in ("eps", "weight_decay"):
+            check_rate(key, settings)
+        betas = settings.get("betas", (0.0, 0.0))
+        is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(is_number, betas))
+        if not is_pair or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas!r}: pass two numbers in [0, 1), such as (0.9, 0.999)")
 
     def _take_group(self, group: dict[str, Any]) -> None:
         for unit in self._sharded.units:
@@ -271,6 +276,8 @@ class AdamW(MasterOptimizer):
         """
         groups = state_dict["param_groups"]
         self._check_lengths(groups)
+        for saved in groups:
+            self._check_settings(saved)
         foreign = is_torchs(state_dict)
         saved_of: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for own, saved in zip(self.param_groups, groups, strict=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
@@ -28,13 +28,22 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.comm.spans import span
 from dzero.offload.manager import OffloadManager
 from dzero.optim.grad_decision import Gradients, StepDecision
+from dzero.optim.group_settings import (
+    UnfitSettings,
+    check_rate,
+    checked_norm,
+    is_number,
+    restore_groups,
+    saved_groups,
+)
 from dzero.optim.loss_scaler import LossScaler, ScalerConfig
 from dzero.optim.master_handover import take_over
 from dzero.optim.quantized_moments import KnownBlocks
 from dzero.optim.state_mapping import REPLACED, StateMapping
+from dzero.utils.registrations import registrations
 from dzero.zero.guards import refuse_unknown
 from dzero.zero.layout import RuleStates
-from dzero.zero.sharded import Sharded
+from dzero.zero.sharded import Sharded, check_sharded
 from dzero.zero.unit import Unit, as_module
 
 Hooks = OrderedDict[int, Callable[..., Any]]
@@ -80,11 +89,6 @@ def _registered(hooks: Hooks, hook: Callable[..., Any], *, prepend: bool) -> Rem
     return handle
 
 
-def _plain(value: Any) -> Any:
-    """Return a setting of a group; a tensor with one element, as a rate may be, as a number."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
 class MasterOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers: gradients, step decisions, loss scaling and state dicts; subclasses add the update.
 
@@ -110,6 +114,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         max_norm: float | None,
         scaler: ScalerConfig | None,
     ) -> None:
+        check_sharded(sharded, type(self).__name__)
+        _refuse_no_params(params, type(self).__name__)
         sharded.check_unparked()
         named = sharded.named_params()
         self._sharded, self.max_norm, self._is_made = sharded, max_norm, False
@@ -123,8 +129,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._is_fp16, self._loss_was_scaled, self._is_unscaled = fp16, not fp16, False
         self._refusal: Callable[[], str] | None = None
         self._check_groups(named)
-        if sharded.stages is None:
-            refuse_unknown(sharded.model, named.values())
+        self._refuse_unknown(named)
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         take_over(sharded)
         self.offload = OffloadManager(sharded, self._rule_states())
@@ -154,6 +159,15 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _refresh_states(self) -> None:
         """Put the states that updates use now into `_state`."""
+
+    @property
+    def max_norm(self) -> float | None:
+        """Global gradient norm to clip to, which may be set between steps; None for no clipping."""
+        return self._max_norm
+
+    @max_norm.setter
+    def max_norm(self, to: float | None) -> None:
+        self._max_norm = checked_norm(to)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group between steps, e.g. for parameters that were just unfrozen.
@@ -225,6 +239,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._follow_edits(unit)
             unit.is_edited = False
 
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for a value that no update can use; `settings` are some or all of a group's."""
+        check_rate("lr", settings)
+
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         names = {param: name for name, param in named.items()}
         lists = [group["params"] for group in self.param_groups]
@@ -247,7 +265,16 @@ class MasterOptimizer(torch.optim.Optimizer):
                     f"{name} was frozen when the model was sharded, so it gets no gradients: set requires_grad before "
                     "shard(), and leave it out of the optimizer until it is to be trained"
                 )
+        for group in self.param_groups:
+            self._check_settings(group)
         self._names, self._in_groups = names, self._ids_in_groups()
+
+    def _refuse_unknown(self, named: dict[str, nn.Parameter]) -> None:
+        """Raise RuntimeError if parameters were added to the model since it was sharded."""
+        count = registrations().count
+        if self._sharded.stages is None:
+            refuse_unknown(self._sharded.model, named.values())
+        self._registrations = count  # not after an error, which is raised again if it was caught
 
     def _ids_in_groups(self) -> list[list[int]]:
         """Return the ids of the parameters of each group, whose lists anybody may change."""
@@ -334,13 +361,15 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: The parameter groups hold a parameter twice, or one that is not the model's.
-            RuntimeError: There are no gradients, backward raised, no microbatch was the last one, the microbatches do
-                not fit the layout, or an fp16 loss was not scaled.
+            RuntimeError: The model was given parameters since it was sharded, there are no gradients, backward raised,
+                no microbatch was the last one, the microbatches do not fit the layout, or an fp16 loss was not scaled.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._registrations != registrations().count:
+            self._refuse_unknown(self._sharded.named_params())
         if self._in_groups != self._ids_in_groups():
             self._check_known()
             self._check_groups(self._sharded.named_params())
@@ -497,27 +526,44 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def scalars(self) -> dict[str, Any]:
         """Return everything but tensors as JSON values, with parameters by name; collective with `unsharded_states`."""
-        groups = [
-            {**{key: _plain(value) for key, value in group.items() if key != "params"}, "params": self._names_of(group)}
-            for group in self.param_groups
-        ]
+        groups = saved_groups(self.param_groups, map(self._names_of, self.param_groups))
         counts = {"skipped_steps": self.skipped_steps, "consecutive_skips": self.consecutive_skips}
         return {"rule": self.rule_name, "groups": groups, "scaler": self.scaler.state_dict(), **counts}
 
-    def take_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Load the skip counts and the loss scale from `scalars`; parameter groups keep their settings.
+    def take_scalars(self, scalars: Mapping[str, Any], keep: Collection[str] = ()) -> None:
+        """Load the settings of parameter groups, the skip counts and the loss scale from `scalars`.
+
+        Args:
+            scalars: What `scalars` returned.
+            keep: Settings of parameter groups that stay as they are, such as `lr`.
 
         Raises:
-            ValueError: `scalars` was saved by another rule.
+            ValueError: `scalars` was saved by another rule, or with groups that do not fit (`restore_groups`).
         """
         if scalars["rule"] != self.rule_name:
             raise ValueError(
                 f"the states are of rule {scalars['rule']}, this optimizer is {self.rule_name}: take "
                 f"optim.rule={scalars['rule']}"
             )
+        self.take_settings(scalars["groups"], keep)
         self.skipped_steps = int(scalars["skipped_steps"])
         self.consecutive_skips = int(scalars["consecutive_skips"])
         self.scaler.load_state_dict(scalars["scaler"])
+
+    def take_settings(self, groups: Iterable[Mapping[str, Any]], keep: Collection[str] = ()) -> None:
+        """Load the settings of parameter groups from `scalars()["groups"]`, but for those in `keep`.
+
+        Raises:
+            UnfitSettings: The constructor would refuse a setting. Nothing has been changed.
+            ValueError: The groups do not fit (`restore_groups`).
+        """
+        groups = [*groups]
+        for number, group in enumerate(groups):
+            try:
+                self._check_settings({key: value for key, value in group.items() if key not in keep})
+            except (TypeError, ValueError) as error:
+                raise UnfitSettings(f"groups[{number}]: {error}") from error
+        restore_groups(self.param_groups, map(self._names_of, self.param_groups), groups, keep)
 
     @property
     def rule_name(self) -> str:
@@ -535,3 +581,14 @@ class MasterOptimizer(torch.optim.Optimizer):
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's param, master and moments on the device between steps."""
         raise NotImplementedError
+
+
+def _refuse_no_params(params: object, call: str) -> None:
+    """Raise TypeError for a rate or a module where an optimizer takes parameters or groups."""
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"{call}(sharded, {type(params).__name__}): give parameters, {call}(sharded, model.parameters(), ...), or "
+            "none for all of them"
+        )
+    if is_number(params) and not isinstance(params, nn.Parameter):
+        raise TypeError(f"{call}(sharded, {params!r}): parameters or groups come second; name the rate, lr={params!r}")

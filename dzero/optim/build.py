@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from functools import partial
@@ -23,6 +24,12 @@ from dzero.optim.requires_unsharded import ELEMENTS, PARAMETERS, needs_of
 from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.layout import Layout, RuleStates
 from dzero.zero.sharded import Sharded
+
+UNFIT = {
+    "LBFGS": "it runs a step's forward and backward many times, and takes no parameter groups",
+    "SparseAdam": "it takes sparse gradients only, which cannot be reduced over ranks",
+}
+"""Classes of torch.optim that do not train a run, and why."""
 
 TRIED_ELEMS = 3
 """Elements of the dummy parameter on which a rule is tried."""
@@ -65,9 +72,15 @@ def decay_groups(sharded: Sharded, weight_decay: float) -> list[dict[str, Any]]:
 
 def check_rule_name(config: OptimConfig) -> None:
     """Raise ValueError if `optim.rule` is neither adamw, muon nor a class of torch.optim."""
-    classes = sorted(name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer")
-    if config.rule not in (*OURS, *classes):
-        raise ValueError(f"optim.rule={config.rule!r}: choose adamw, muon or one of torch.optim's {classes}")
+    every = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"}
+    classes = sorted(every - UNFIT.keys())
+    if config.rule not in (*OURS, *every):
+        by_letters = {name.lower(): name for name in (*OURS, *classes)}
+        close = difflib.get_close_matches(config.rule.lower(), by_letters, n=1)
+        suggestion = f"; did you mean {by_letters[close[0]]}?" if close else ""
+        raise ValueError(
+            f"optim.rule={config.rule!r}: choose adamw, muon or one of torch.optim's {classes}{suggestion}"
+        )
 
 
 def check_layout(config: OptimConfig, layout: Layout, cuts: Mapping[str, int] | None = None) -> None:
@@ -120,6 +133,8 @@ def check_options(config: OptimConfig) -> None:
 
 def _tried(config: OptimConfig, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the states of a dummy parameter after one step of a torch.optim rule, or raise ValueError."""
+    if config.rule in UNFIT:
+        raise ValueError(f"optim.rule={config.rule}: {UNFIT[config.rule]}; take another class of torch.optim")
     rule = getattr(torch.optim, config.rule)
     allowed = sorted(set(inspect.signature(rule).parameters) - {"params", "lr", "weight_decay"})
     what = f"optim.rule={config.rule}" + (f" with optim.options={config.options}" if config.options else "")

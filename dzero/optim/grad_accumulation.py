@@ -20,14 +20,18 @@ If that happens before the unit's reduction, the gradient is added after the red
 replicas. Otherwise it is added through the view. The same holds for gradients that are reduced after the last
 microbatch's, e.g. by several backward calls without `microbatch()` or over one graph.
 
-A parameter without a gradient on all ranks has none, as in torch. Ranks must agree on these parameters
-(comm/collective_log.py), unless zero.unused=zeros counts zeros as their gradients.
+Parameters that backward does not reach, by zero.unused:
+
+    union    A reduction counts zeros for ranks that did not reach a parameter, whose `.grad` is then set on all ranks.
+             `step` asks whether any rank reached it (optim/grad_decision.py), and `keep_only` drops the others.
+    agree    Those that this rank did not reach have no gradient. Ranks must agree on them (comm/collective_log.py).
+    zeros    All parameters of a unit that was reduced have a gradient.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -118,7 +122,7 @@ class UnitGrads:
         self.sums = SquareSums(self.names, self._device)
         self._padded = [self._shapes[name].shard_elems(unit.layout.shard) for name in unit.buffered]
         self._elems = [local_of(param).numel() for param in self._trained.values()]
-        self._counts_zeros = sharded.layout.unused == "zeros"
+        self._unused = sharded.layout.unused
         self.early: weakref.ref[EarlyUpdates] | None = None
         self._added_on_host = self._hosted if offload.buffer_layout.accumulates_on_host else set[str]()
         self._phase, self.generation = GradPhase.EMPTY, 0
@@ -154,6 +158,7 @@ class UnitGrads:
                     del kind[name]
             self.sums.drop(mine)
             self._used -= mine
+            self._removed -= mine
         if len(mine) == len(self._trained) or not (self.views or self._held):
             self._forget()
 
@@ -164,6 +169,7 @@ class UnitGrads:
         self.sums.clear()
         self._held: Named = {}
         self._used: set[str] = set()
+        self._removed: set[str] = set()
         self._is_edited = False
         self._offloaded.forget()
         self._pieces: Named = {}
@@ -187,7 +193,9 @@ class UnitGrads:
                 "the last backward under microbatch(is_last=False) and use the unit once"
             )
         self._hide()
-        self._used.update(self.names if self._counts_zeros or not missing else self._trained.keys() - missing)
+        reached = self._trained.keys() if self._unused == "zeros" else self._trained.keys() - missing
+        self._used.update(reached)
+        self._removed -= reached
         pieces = torch.split(reduced, self._padded)
         if self._padded != self._elems:
             pieces = tuple(piece[:elems] for piece, elems in zip(pieces, self._elems, strict=True))
@@ -202,7 +210,7 @@ class UnitGrads:
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
         """Implement `GradConsumer.shown`: return a view if the gradient stays in the reduced buffer."""
-        stays = self._is_complete and name in self._used and self.views.get(name) is self._pieces[name]
+        stays = self._is_complete and self._counts(name) and self.views.get(name) is self._pieces[name]
         return self._shown.over(name, piece) if stays else None
 
     def returned(self) -> None:
@@ -221,10 +229,14 @@ class UnitGrads:
     def _is_complete(self) -> bool:
         return self.phase in (GradPhase.COMPLETE, GradPhase.IN_USE)
 
+    def _counts(self, name: str) -> bool:
+        """Return whether what was reduced for a parameter may be its gradient, as far as this rank knows."""
+        return name in self._used or (self._unused == "union" and name not in self._removed)
+
     def _show(self, names: Iterable[str]) -> None:
         """Set the `.grad` of those of `names` that have a complete gradient."""
         for name in names if self._is_complete else ():
-            if name in self.views and name in self._used:
+            if name in self.views and self._counts(name):
                 self._shown.show(name, self.views[name], off_device=name in self._hosted)
 
     def _hide(self) -> None:
@@ -380,6 +392,7 @@ class UnitGrads:
             if grad is None:
                 del self.views[name], self._shown.names[name]
                 self._used.discard(name)
+                self._removed.add(name)
                 continue
             if not self._is_complete:
                 self.phase = GradPhase.ARRIVING
@@ -389,6 +402,7 @@ class UnitGrads:
             else:
                 self._replace(name, flat)
             self._used.add(name)
+            self._removed.discard(name)
             self._shown.show(name, self.views[name], off_device=name in self._hosted)
 
     def _replace(self, name: str, flat: torch.Tensor) -> None:
@@ -415,15 +429,36 @@ class UnitGrads:
             self._finish()
             self._show(self.names)
         self._collect()
-        if unused := self.views.keys() - self._used:
-            for name in unused:
-                del self.views[name]  # zeros, or gradients of other ranks: then the step is refused
-            self.sums.drop(unused)
+        if self._unused != "union":  # there, `_collect` has dropped what the user removed
+            self._drop(self.views.keys() - self._used)
         self._offloaded.put_sums(self.sums)
         if self._is_edited:
             self.sums.clear()
         if missing := self.views.keys() - self.sums.found:
             self._sum_anywhere(missing)
+
+    def keep_only(self, reached: Collection[str], owned: Collection[str]) -> None:
+        """Leave those of `owned` with a gradient that are in `reached`, which some rank reached; after `complete`."""
+        self._drop({name for name in self.views if name in owned and name not in reached})
+        for name in reached:
+            if name in self._trained and name not in self.views:  # another rank alone has a gradient, of autograd's
+                self._put_zeros(name)
+
+    def _drop(self, names: Collection[str]) -> None:
+        if not names:
+            return
+        for name in names:
+            del self.views[name]
+        self.sums.drop(names)
+        self._shown.drop(names)
+
+    def _put_zeros(self, name: str) -> None:
+        zeros = torch.zeros_like(local_of(self._trained[name]).view(-1), dtype=self._unit.layout.grad.dtype)
+        replica_shards = self._unit.replica_shards
+        if not self._is_complete:
+            self.phase = GradPhase.ARRIVING
+            self.phase = GradPhase.COMPLETE
+        self._replace(name, zeros if replica_shards is None else zeros[replica_shards.span(name)])
 
     @property
     def is_edited(self) -> bool:
@@ -440,6 +475,26 @@ class UnitGrads:
         """The data-parallel (replicate, shard) mesh of the unit."""
         return self._unit.mesh
 
+    @property
+    def has_replica_shards(self) -> bool:
+        """Whether every replica ends up with a part of its own of each gradient."""
+        return self._unit.replica_shards is not None
+
+    @property
+    def grad_meshes(self) -> set[DeviceMesh]:
+        """Meshes of the `.grad` that are set at present."""
+        return {grad.device_mesh for param in self._trained.values() if isinstance(grad := param.grad, DTensor)}
+
+    @property
+    def reductions(self) -> int:
+        """Number of the unit's reductions so far."""
+        return self._unit.reductions
+
+    def chunks(self, names: Iterable[str]) -> Named:
+        """Return the parts of gradients that this rank counts in a norm, in any tier; valid after `complete`."""
+        grads = self.values()
+        return {name: self._chunk(name, grads[name]) for name in names}
+
     def whole_sums(self) -> torch.Tensor:
         """Return the sums of squares of whole shards, fp64 [names] on the device; valid after `complete`."""
         sums, grads = SquareSums(self.names, self._device), self.values()
@@ -455,16 +510,43 @@ class UnitGrads:
             self._sum({name: grads[name] for name in names if (name in self._hosted) == off_device})
 
     @property
-    def absent(self) -> list[str]:
-        """Names of the trained parameters without a gradient; valid after `complete`."""
-        return [name for name in self._trained if name not in self.views]
+    def is_whole(self) -> bool:
+        """Whether backward on this rank reached all of `names`, each of which has a gradient; after `complete`."""
+        return len(self._used) == len(self.views) == len(self.names)
 
-    def complete_with(self, name: str, add: Callable[[torch.Tensor], None]) -> None:
-        """Apply `add`, which adds gradients of other ranks in place, to one parameter's gradient; after `complete`."""
+    @property
+    def used(self) -> list[bool]:
+        """Whether backward on this rank reached each of `names`, or the user gave it a gradient."""
+        return [name in self._used for name in self.names]
+
+    @property
+    def absent(self) -> list[str]:
+        """Names of the parameters without a gradient, of which ranks must agree that they have none; after `complete`.
+
+        With zero.unused=union these are the ones of which the user removed the gradient.
+        """
+        union = self._unused == "union"
+        return [name for name in self._trained if (name in self._removed if union else name not in self.views)]
+
+    def complete_with(self, name: str, add: Callable[[torch.Tensor, bool], bool]) -> None:
+        """Add gradients that other ranks have of one parameter; after `complete`.
+
+        Args:
+            name: The parameter.
+            add: Function that adds them in place to this rank's gradient, or to zeros, is told whether this rank has
+                one, and returns whether any of them has.
+        """
+        is_here = name in self.views
+        if not is_here:
+            self._put_zeros(name)
         grad = self.values()[name]
-        add(grad)
+        if not add(grad, is_here):
+            self._drop([name])
+            return
         self._offloaded.change(self.views[name], grad)
         self._sum({name: grad})
+        if self._unused != "union":
+            self._used.add(name)
 
     def on_device(self) -> list[torch.Tensor]:
         """Return the gradients that are stored on the device."""

@@ -1,10 +1,11 @@
 """The reduced gradients of a model, and the decision that all ranks make on them once per step.
 
 The norm is the root of sums of squares, in fp64 per (parameter, chunk). Shard(0) cuts a shard into one chunk per
-replica, and each replica sums its chunk; at stage 0 the shard is the whole parameter. All ranks add the same numbers in
-the same order (optim/grad_norm.py). A checksum of the rank's collectives (comm/collective_log.py) and of the parameters
-without gradient is sent with the sums. If checksums differ, a branch in the model has mixed data of different units or
-left out modules of a unit, and the step is refused.
+replica, and each replica sums its chunk; at stage 0 the shard is the whole parameter. All ranks add the same numbers
+in the same order (optim/grad_norm.py). With zero.unused=union, the sign of a sum says that this rank reached the
+parameter, and every rank drops gradients of parameters that no rank reached. A checksum of the rank's collectives
+(comm/collective_log.py) and of the parameters without gradient is sent with the sums. If checksums differ, a branch
+in the model has mixed data of different units or left out modules of a unit, and the step is refused.
 
 Along axes that cut the model itself, the totals are gathered once more. A parameter that such an axis cuts gets the sum
 over its ranks. A parameter that all ranks have counts once. Ranks of a pipeline have parameters of their own
@@ -31,6 +32,7 @@ from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, che
 from dzero.optim.grad_views import GradMaker
 from dzero.optim.pipeline_grads import PipelineGrads
 from dzero.optim.scaled_grads import Scaled, refuse_scaled
+from dzero.optim.total_norm import take_part_in_norms
 from dzero.utils.numba_views import has_memory
 from dzero.zero.dtensor_operators import watch_operators
 from dzero.zero.dtensors import local_of
@@ -85,8 +87,9 @@ class Gradients:
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, replica_mesh)) for unit in sharded.units
         ]
         self._names = frozenset(sharded.names)
-        self._sharded, self._is_complete = sharded, False
+        self._sharded = sharded
         self.own(owned)
+        take_part_in_norms(sharded)
 
     @property
     def mine(self) -> frozenset[str]:
@@ -146,17 +149,14 @@ class Gradients:
         return [grad for unit in self._units for grad in unit.on_device()]
 
     def complete(self) -> None:
-        """Complete every unit's gradients and add those of tied parameters across the pipeline, once per step."""
-        if self._is_complete:
-            return
+        """Complete every unit's gradients, and add those of tied parameters across the pipeline once per step.
+
+        It may be called several times in a step, before and after edits of `.grad`.
+        """
         for unit in self._units:
             unit.complete()
         if self._pipeline is not None:
             self._pipeline.complete()
-        mine = self.mine
-        absent = [name for unit in self._units for name in unit.absent if name in mine]
-        self._collective_log.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
-        self._is_complete = True
 
     def decide(self, *, scale: float, max_norm: float | None) -> StepDecision:
         """Return the global norm, finiteness and the clipping factor, the same on every rank.
@@ -170,25 +170,55 @@ class Gradients:
                 parameter that all of them have.
         """
         self.complete()
-        self._is_complete = False  # a step without gradients ends here, and the next one completes anew
+        mine = self.mine
+        absent = [name for unit in self._units for name in unit.absent if name in mine]
+        self._collective_log.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
+        if self._pipeline is not None:
+            self._pipeline.end_step()  # a step without gradients ends here, and the next one adds anew
         sums = self._own_sums()
         edited = any(unit.is_edited for unit in self._units)
         totals, edited = self._data_parallel.add(sums, self._collective_log.checksum, is_edited=edited)
         if edited:
             self._check_copies()
         totals, found = self._add_along_model(totals)
-        norm = math.sqrt(sum(totals.tolist())) / scale
+        if self._sharded.layout.unused == "union":
+            self._keep_reached(totals if self._pipeline is None else totals[self._pipeline.at])
+        norm = math.sqrt(sum(totals.abs().tolist())) / scale
         finite = bool(torch.isfinite(totals).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
         return StepDecision(norm, finite, clip / scale, () if finite else self._nonfinite(sums, found))
 
+    def _keep_reached(self, totals: torch.Tensor) -> None:
+        """Drop the gradients that no rank reached, by totals [owned], which are negative where one did.
+
+        A gradient that is not zero was reached too, by whoever wrote into `.grad`.
+        """
+        if all(unit.is_whole for unit in self._units):
+            return
+        owned = frozenset(self._owned)
+        is_reached = (totals.signbit() | (totals != 0)).tolist()
+        reached = {name for name, reaches in zip(self._owned, is_reached, strict=True) if reaches}
+        for unit in self._units:
+            unit.keep_only(reached.intersection(unit.names), owned)
+
     def _own_sums(self) -> torch.Tensor:
-        """Return this rank's sums of squares, fp64 [owned] on the device; a single copy from the host synchronizes."""
+        """Return this rank's sums of squares, fp64 [owned] on the device; a single copy from the host synchronizes.
+
+        With zero.unused=union they are negative where this rank reached the parameter.
+        """
         sums = [unit.sums for unit in self._units]
         found = torch.cat([each.values[0] for each in sums])
         if any(each.has_host for each in sums):
             found = found + torch.cat([each.values[1] for each in sums]).to(self._device)
-        return found[self._at]
+        found = found[self._at]
+        if self._sharded.layout.unused != "union":
+            return found
+        if all(unit.is_whole for unit in self._units):
+            return -found
+        is_used = [used for unit in self._units for used in unit.used]
+        is_cuda = self._device.type == "cuda"
+        flags = torch.tensor(is_used, pin_memory=is_cuda).to(self._device, non_blocking=is_cuda)[self._at]
+        return torch.where(flags, -found, found)
 
     def _check_copies(self) -> None:
         """Check that replicas have equal gradients after an edit; all ranks call this."""
@@ -239,7 +269,8 @@ class Gradients:
         mine = self.mine
         for unit in self._units:
             unit.clear(mine)
-        self._is_complete = False
+        if self._pipeline is not None:
+            self._pipeline.end_step()
         self._sharded.loans.clear()
         self._collective_log.end_step()
 

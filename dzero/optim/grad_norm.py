@@ -20,7 +20,9 @@ w = ceil(parameters / ranks) and fp64 they send:
 
 `zero.cost_model.sums_are_sliced` chooses between them; the bits are the same. The additional element is a checksum of
 the rank's collectives (comm/collective_log.py). It is sent with every slice, so that every rank has all checksums. The
-ranks of non-finite gradients are gathered only in steps that are skipped.
+sign of a sum, which a sum of squares does not need, says whether its rank reached the parameter in backward (negative,
+also -0.0). The total is negative if any of its parts is. The ranks of non-finite gradients are gathered only in steps
+that are skipped.
 """
 
 from __future__ import annotations
@@ -68,12 +70,13 @@ class DataParallelSums:
         """Add the sums of all ranks in rank order.
 
         Args:
-            sums: Sums of this rank, fp64 [parameters] on the device; the same length on every rank.
+            sums: Sums of this rank, fp64 [parameters] on the device; the same length on every rank. Signs are flags.
             checksum: 32-bit checksum of this rank's collectives.
             is_edited: Whether `.grad` was edited on this rank.
 
         Returns:
-            The totals, fp64 [parameters] on the CPU, the same bits on every rank; and whether any rank edited `.grad`.
+            The totals, fp64 [parameters] on the CPU, the same bits on every rank, with the sign of any part that is
+            negative; and whether any rank edited `.grad`.
 
         Raises:
             RuntimeError: On every rank, if checksums differ, so that ranks ran units in different orders.
@@ -170,7 +173,7 @@ class DataParallelSums:
                 f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
                 f"modules of them: {self._collective_log.divergence(group)}\nEvery rank must run the same modules in "
                 "the same order in every microbatch (no branches on the data of one rank); where only some parameters "
-                "of a unit differ, zero.unused=zeros counts zeros for their gradients"
+                "of a unit differ, zero.unused=union counts zeros for ranks that did not reach them"
             )
 
 
@@ -194,8 +197,15 @@ class AxisSums:
 
 
 def in_rank_order(sums: torch.Tensor) -> torch.Tensor:
-    """Return the totals [n] of sums [ranks, n], fp64 on the CPU, in rank order, which `sum` does not guarantee."""
-    return sums.cumsum(0)[-1]
+    """Return the totals [n] of sums [ranks, n], fp64 on the CPU, in rank order, which `sum` does not guarantee.
+
+    Absolute values are added. A total is negative if any of its sums is, -0.0 included.
+    """
+    return _with_any_sign(sums.abs().cumsum(0)[-1], sums)
+
+
+def _with_any_sign(totals: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    return torch.where(sums.signbit().any(0), -totals, totals)
 
 
 def add_where_cut(sums: torch.Tensor, cut: Sequence[bool]) -> torch.Tensor:
@@ -208,7 +218,8 @@ def add_where_cut(sums: torch.Tensor, cut: Sequence[bool]) -> torch.Tensor:
     Returns:
         The totals [parameters], non-finite if any rank's sum is.
     """
-    return torch.where(torch.tensor(cut) | ~sums.isfinite().all(0), in_rank_order(sums), sums[0])
+    counts_once = ~torch.tensor(cut) & sums.isfinite().all(0)
+    return torch.where(counts_once, _with_any_sign(sums[0].abs(), sums), in_rank_order(sums))
 
 
 def check_alike(sums: torch.Tensor, names: Sequence[str], axis: str, cut: Sequence[bool]) -> None:
@@ -224,7 +235,7 @@ def check_alike(sums: torch.Tensor, names: Sequence[str], axis: str, cut: Sequen
         RuntimeError: The gradients differ.
     """
     alike = [number for number, is_cut in enumerate(cut) if not is_cut]
-    sums = sums[:, alike]
+    sums = sums[:, alike].abs()
     apart = ((sums - sums[0]).abs().amax(0) > ALIKE * sums[0]) & sums.isfinite().all(0)
     if found := apart.nonzero().flatten().tolist():
         raise RuntimeError(

@@ -54,6 +54,11 @@ class SquareSums:
             self.values[where][self._indices(names, self._devices[where])] = values
         self.found.update(names)
 
+    def of(self, names: Sequence[str]) -> torch.Tensor:
+        """Return the sums of `names`, fp64 [len(names)], on the device."""
+        values = [each.to(self._devices[0]) for each in self.values[: 1 + self.has_host]]
+        return sum(values[1:], values[0])[[self._at[name] for name in names]]
+
     def _indices(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
         """Return the positions of `names` on a device, copied there once, since the host waits for such a copy."""
         if (names, device) not in self._kept_indices:

@@ -56,9 +56,8 @@ class ScheduleConfig:
             warmup = int(total_steps * self.warmup_fraction + ROUNDING)
         decay = self.decay_steps or 0
         if warmup + decay > total_steps:
-            raise ValueError(
-                f"schedule.warmup_steps={warmup} + schedule.decay_steps={decay} exceed train.steps={total_steps}"
-            )
+            both = f"schedule.warmup_steps={warmup}" + (f" + schedule.decay_steps={decay}" if decay else "")
+            raise ValueError(f"{both} exceed train.steps={total_steps}: take fewer of them, or more train.steps")
 
         def at(step: int) -> float:
             if step < warmup:

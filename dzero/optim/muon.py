@@ -31,7 +31,7 @@ from dzero.optim.param_state import MOMENTS, ParamState
 from dzero.optim.requires_unsharded import PARAMETERS, check_rule, check_whole
 from dzero.optim.unsharded_updates import UnshardedUpdates
 from dzero.zero.layout import Layout
-from dzero.zero.sharded import Sharded
+from dzero.zero.sharded import Sharded, check_sharded
 
 RULES = ("muon", "adamw")
 OPTIONS = ("lr", "momentum", "nesterov", "iterations", "scale")
@@ -72,6 +72,7 @@ class Muon(AdamW):
         scaler: ScalerConfig | None = None,
         threads: int | None = None,
     ) -> None:
+        check_sharded(sharded, type(self).__name__)
         check_rule("muon", PARAMETERS, sharded.layout.settings)
         muon = muon or MuonConfig()
         own = {key: getattr(muon, key) for key in OPTIONS} | {"lr": lr if muon.lr is None else muon.lr}
@@ -116,6 +117,11 @@ class Muon(AdamW):
                 )
         fused = [shape.name for unit in self._sharded.shapes for shape in unit.params if shape.fused]
         check_whole([*matrices, *fused], self._sharded, "muon")
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        super()._check_settings(settings)
+        if settings.get("rule") == "muon":
+            MuonConfig(**{key: settings[key] for key in OPTIONS if key in settings and key != "lr"})
 
     def _check_rule(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError if a group has another rule than its parameters had when the optimizer was made."""
@@ -167,14 +173,14 @@ class Muon(AdamW):
             raise ValueError(f"the state dict's groups have the rules {saved}, this optimizer's {own}")
         super()._take_state_dict(state_dict)
 
-    def take_scalars(self, scalars: Mapping[str, Any]) -> None:
+    def take_scalars(self, scalars: Mapping[str, Any], keep: Collection[str] = ()) -> None:
         """Restore the values of `scalars`; raise ValueError if rule="muon" applied to other parameters."""
         groups = scalars["groups"] if scalars["rule"] == self.rule_name else []
         saved = {name for group in groups if group["rule"] == "muon" for name in group["params"]}
         if groups and saved != self._matrices:
             differ = sorted(saved ^ self._matrices)
             raise ValueError(f"the states were saved with other parameters by Muon: {differ}; see optim.muon.exclude")
-        super().take_scalars(scalars)
+        super().take_scalars(scalars, keep)
 
     @property
     def rule_name(self) -> str:

@@ -61,8 +61,9 @@ class OffloadedGrads:
         self._additions.append(([*landing], self._offload.accumulate(self._unit, work)))
 
     def put_sums(self, sums: SquareSums) -> None:
-        """Wait for the additions, and put the sums of squares that they computed into `sums`."""
-        for names, addition in self._additions:
+        """Wait for the additions, and put the sums of squares that they computed into `sums`, once."""
+        additions, self._additions = self._additions, []
+        for names, addition in additions:
             sums.put(names, addition.result())
 
     def read(self, placement: Named) -> Named:

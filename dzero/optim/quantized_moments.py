@@ -47,7 +47,7 @@ class KnownBlocks(NamedTuple):
 
 def blank(elems: int, *, signed: bool, device: torch.device) -> Any:
     """Return a torchao state of `elems` zeros, where `elems` is a multiple of BLOCK_ELEMS."""
-    # Imported here, because the import takes a second and prints a message about CUDA extensions.
+    # Imported here, because the import takes a second.
     from torchao.optim.subclass_8bit import OptimState8bit
 
     return OptimState8bit.zeros((elems,), signed, BLOCK_ELEMS, device)

@@ -18,7 +18,7 @@ from dzero.utils.torch_internals import (
     clipping_operators,
     handle_operators,
     local_tensor_of,
-    run_unhandled,
+    run_next,
     tree_leaves,
 )
 from dzero.zero.offloaded_param import OffDeviceShard
@@ -44,27 +44,31 @@ def refuse_scaled(owner: object, optim: Scaled) -> None:
         optim: The optimizer that knows their scale.
     """
     _owners[owner] = weakref.ref(optim)
-    handle_operators(dict.fromkeys(clipping_operators(), _refuse))
+    handle_operators(_refuse, clipping_operators())
+
+
+def refuse_if_scaled(owner: object) -> None:
+    """Raise RuntimeError if the gradients of `owner` are multiplied by a loss scale."""
+    optim = found() if (found := _owners.get(owner)) is not None else None
+    if optim is not None and optim.grad_scale != 1:
+        raise RuntimeError(
+            f"the norm or a limit of fp16 gradients, which are multiplied by the loss scale {optim.grad_scale:g}: "
+            "call optim.unscale_() before, with precision.grad=fp32, or clip by max_norm= of the optimizer"
+        )
 
 
 def _refuse(operator: Any, args: Arguments, kwargs: Keywords) -> Any:
     for leaf in tree_leaves(args) if _owners else ():
-        optim = _optim_of(leaf)
-        if optim is not None and optim.grad_scale != 1:
-            raise RuntimeError(
-                f"the norm or a limit of fp16 gradients, which are multiplied by the loss scale {optim.grad_scale:g}: "
-                "call optim.unscale_() before, with precision.grad=fp32, or clip by max_norm= of the optimizer"
-            )
-    return run_unhandled(operator, args, kwargs)
+        if (owner := _owner_of(leaf)) is not None:
+            refuse_if_scaled(owner)
+    return run_next(_refuse, operator, args, kwargs)
 
 
-def _optim_of(grad: Any) -> Scaled | None:
-    """Return the optimizer whose scaled gradient a tensor is, or None."""
+def _owner_of(grad: Any) -> object | None:
+    """Return what a sharded parameter's `.grad` reports its uses to, or None for another tensor."""
     local = local_tensor_of(grad) if isinstance(grad, DTensor) else grad
-    owner: object = None
     if isinstance(local, WatchedTensor):
-        owner = local.use()
-    elif isinstance(local, OffDeviceShard) and isinstance(storage := local.memory.storage, OffloadedGradStorage):
-        owner = storage.use()
-    found = None if owner is None else _owners.get(owner)
-    return None if found is None else found()
+        return local.use()
+    if isinstance(local, OffDeviceShard) and isinstance(storage := local.memory.storage, OffloadedGradStorage):
+        return storage.use()
+    return None

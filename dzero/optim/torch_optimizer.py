@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
 from dzero.optim.class_states import ClassStates, summary_of
 from dzero.optim.class_step import ClassStep
 from dzero.optim.element_states import Make, check_initial, element_states, shrunk, tried_states
+from dzero.optim.group_settings import KERNELS
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.master_param import MasterParam, initial_master
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, device_of, work_of
@@ -39,7 +40,7 @@ from dzero.optim.unsharded_updates import UnshardedUpdates
 from dzero.zero.dtensors import local_of, part_of, refuse_other_ranks_shard
 from dzero.zero.layout import RuleStates
 from dzero.zero.rounding import to_working
-from dzero.zero.sharded import Sharded
+from dzero.zero.sharded import Sharded, check_sharded
 from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape
 
@@ -80,6 +81,12 @@ class TorchOptimizer(MasterOptimizer):
         elementwise: bool | None = None,
         **options: Any,
     ) -> None:
+        check_sharded(sharded, type(self).__name__)
+        if not (isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer)):
+            raise TypeError(
+                f"TorchOptimizer of rule={_shown(rule)}: give a class of torch.optim, with its options beside it, such "
+                "as TorchOptimizer(sharded, torch.optim.SGD, lr=0.1)"
+            )
         self._rule, self._needs = rule.__name__, needs_of(rule, elementwise)
         check_rule(self._rule, self._needs, sharded.layout.settings)
         if "foreach" in inspect.signature(rule).parameters:
@@ -89,6 +96,10 @@ class TorchOptimizer(MasterOptimizer):
         self._class_states = ClassStates(self._class_step, whole=self._needs == PARAMETERS)
         self._make: Make = lambda groups: rule(groups, **options)
         self._try: Make = lambda groups: rule(groups, **copy.deepcopy(options))
+        self._arguments = inspect.signature(rule).parameters.keys() - {"params", *KERNELS}
+        self._try_settings: Callable[[dict[str, Any]], object] = lambda settings: rule(
+            [stand_in(shape, torch.device("cpu"))], **copy.deepcopy(options) | settings
+        )
         self._try([{"params": [stand_in(shape, torch.device("cpu"))]}])  # raises for options before states are moved
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         self._unsharded = self._assigned()
@@ -187,6 +198,11 @@ class TorchOptimizer(MasterOptimizer):
         self._place_first()
         group.update({key: value for key, value in self.inner.param_groups[-1].items() if key != "params"})
         group["updates"] = self.param_groups[0]["updates"]
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Let the class itself check what its constructor takes, on a stand-in."""
+        super()._check_settings(settings)
+        self._try_settings({key: value for key, value in settings.items() if key in self._arguments})
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         super()._check_groups(named)
@@ -441,9 +457,9 @@ class TorchOptimizer(MasterOptimizer):
         """Return the group of each parameter."""
         return {param: group for group in self.param_groups for param in group["params"]}
 
-    def take_scalars(self, scalars: Mapping[str, Any]) -> None:
+    def take_scalars(self, scalars: Mapping[str, Any], keep: Collection[str] = ()) -> None:
         """Restore the values of `scalars`, including the number of updates."""
-        super().take_scalars(scalars)
+        super().take_scalars(scalars, keep)
         for group in self.param_groups:
             group["updates"] = int(scalars["updates"])
 
@@ -487,3 +503,7 @@ def _each(do: Callable[[MasterParam, Value], None], values: Iterable[tuple[Maste
 def _read(states: Mapping[str, Any]) -> dict[str, Any]:
     """Return states of a state dict as plain tensors and numbers."""
     return {key: read(local_of(each)) if isinstance(each, torch.Tensor) else each for key, each in states.items()}
+
+
+def _shown(given: object) -> str:
+    return f"an object of {type(given).__name__}" if isinstance(given, torch.optim.Optimizer) else repr(given)

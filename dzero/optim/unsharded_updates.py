@@ -30,7 +30,7 @@ from dzero.comm.collective_log import Collective
 from dzero.comm.ledger import Entry, Traffic, dtype_key
 from dzero.comm.messages import swap
 from dzero.comm.spans import span
-from dzero.mesh import REPLICATE, SHARD, TENSOR, lane_group
+from dzero.mesh import REPLICATE, SHARD, TENSOR, lane_of
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.optim.offloaded_step import updated_apart
 from dzero.optim.rank_assignment import ROOM_ELEMS, Cost, Round, expected_updates, of_names, part_elems, rounds_of
@@ -103,9 +103,9 @@ class UnshardedUpdates:
         apart = [names & of_unit for of_unit in updated_apart(tiers)]
         self._in_lanes = [of_unit & self._on_host for of_unit in apart]
         self._on_device = [names.difference(*apart), *(of_unit - self._on_host for of_unit in apart)]
-        self._lane_group = lane_group(self._group) if self._on_host and self._ranks > 1 else self._group
         self._tensor = sharded.model_groups.get(TENSOR) if any(shape.is_cut_by(TENSOR) for shape in shapes) else None
-        self._tensor_lane = lane_group(self._tensor) if self._tensor is not None and self._on_host else self._tensor
+        self._lane = lane_of(self._group) if self._on_host and self._ranks > 1 else None
+        self._tensor_lane = lane_of(self._tensor) if self._tensor is not None and self._on_host else None
 
     @property
     def owned(self) -> frozenset[str]:
@@ -191,7 +191,8 @@ class UnshardedUpdates:
         if self._ranks == 1:
             return
         if exchange.in_lane:
-            _wait_for(swap(self._lane_group, send=send, receive=receive))
+            assert self._lane is not None
+            _wait_for(swap(self._lane.group, send=send, receive=receive, lane=self._lane.number))
             return
         begun = Collective(kind, exchange.what, self._axis, elems, self._payload)
         with span(f"{kind} {exchange.what}"), self._ledger.collective_log.within(begun, self._group):
@@ -214,13 +215,14 @@ class UnshardedUpdates:
         """Return the whole of a parameter that tp cuts, gathered from its ranks; any other parameter as it is."""
         if not shape.is_cut_by(TENSOR):
             return part
-        group = self._tensor_lane if exchange.in_lane else self._tensor
+        lane = self._tensor_lane if exchange.in_lane else None
+        group = self._tensor if lane is None else lane.group
         assert group is not None, f"{shape.name} is cut along {TENSOR}"
         assert shape.split is not None
         assert shape.split.dim is not None
         parts = [torch.empty_like(part) for _ in range(group.size())]
         parts[group.rank()] = part
-        _wait_for(swap(group, send=[part] * group.size(), receive=parts))
+        _wait_for(swap(group, send=[part] * group.size(), receive=parts, lane=None if lane is None else lane.number))
         if not exchange.in_lane:
             sent_bytes = part.nbytes * (group.size() - 1)
             self._ledger.record("update", "all_gather", TENSOR, self._payload, sent_bytes)
