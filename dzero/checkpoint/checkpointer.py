@@ -26,7 +26,7 @@ from dzero.checkpoint.states import CheckpointStates, Put
 from dzero.checkpoint.store import CheckpointStore, is_there, manifest_at
 from dzero.optim.base import MasterOptimizer
 from dzero.streams import this_device
-from dzero.zero.sharded import Sharded
+from dzero.zero.sharded import Sharded, check_sharded
 
 AUTO, LOCAL = "auto", "local."
 STRICT = "resume.strict=true stops here"
@@ -39,7 +39,8 @@ class Resumed:
     Attributes:
         extra: JSON values that were given to `Checkpointer.save`.
         local: Tensors that this rank gave to `Checkpointer.save`; None if another number of ranks saved them.
-        notes: On rank 0, messages for the user about damaged checkpoints that were passed over.
+        notes: On rank 0, messages for the user: damaged checkpoints that were passed over, settings that were
+            overridden, and buffers that differed between the ranks of another mesh.
     """
 
     path: Path
@@ -71,6 +72,13 @@ class Checkpointer:
     def __init__(
         self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer, *, left_out: Collection[str] = ()
     ) -> None:
+        if not isinstance(config, CheckpointConfig):
+            raise TypeError(f"Checkpointer of {config!r}: give dzero.CheckpointConfig(folder=...), sharded, optim")
+        check_sharded(sharded, "Checkpointer", "Checkpointer(config, sharded, optim)")
+        if not isinstance(optim, MasterOptimizer):
+            raise TypeError(
+                f"Checkpointer with {type(optim).__name__}: give the optimizer of dzero that updates sharded"
+            )
         self.config, self._optim, self._replica_shards = config, optim, sharded.layout.replica_shards > 1
         self._sharded = sharded
         self._states = CheckpointStates(sharded, optim, left_out)
@@ -82,7 +90,7 @@ class Checkpointer:
             self._ranks = RankConsensus(config.folder)
             self._undo.callback(self._ranks.close)
             if config.every is not None:
-                self._open().prepare(self._states.parts())
+                self._open().prepare(self._states.parts(self._ranks.agree))
             self._undo = self._undo.pop_all()
         self._finalizer = weakref.finalize(self, self._undo.close)  # at the end of the program if nobody closes it
 
@@ -135,6 +143,10 @@ class Checkpointer:
         self._sharded.drop_residuals()
         own = {f"{LOCAL}{name}": tensor for name, tensor in (local or {}).items()}
 
+        def parts() -> dict[str, StoredBox]:
+            of_rank = {name: StoredBox.unplaced(None, each.dtype, tuple(each.shape)) for name, each in own.items()}
+            return self._states.parts(self._ranks.agree) | of_rank
+
         def write(put: Put) -> None:
             self._states.write(put)
             for name, tensor in own.items():
@@ -142,8 +154,6 @@ class Checkpointer:
 
         if not self._begun:
             self.begin()
-        parts = self._states.parts()
-        parts |= {name: StoredBox.unplaced(None, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
         self._open().save(step, parts, write, {"optim": self._states.scalars(), "extra": extra})
 
     def finished(self) -> str | None:
@@ -161,8 +171,11 @@ class Checkpointer:
         found = self._ranks.agree(lambda: best(shelf, self._lineage) or "" if dist.get_rank() == 0 else "")[0]
         return shelf.path / found if found else None
 
-    def resume(self, which: str, *, strict: bool = False) -> Resumed | None:
+    def resume(self, which: str, *, strict: bool = False, override: Collection[str] = ()) -> Resumed | None:
         """Load the states of a checkpoint, after any save in progress has ended. Collective.
+
+        Parameter groups get the settings that they were saved with, such as `lr`, `betas`, `weight_decay`, and those
+        that schedules and callbacks keep there.
 
         If the latest checkpoint is damaged or missing, the newest intact one before it is loaded and `Resumed.notes`
         reports it. Damaged checkpoints stay in place.
@@ -170,6 +183,8 @@ class Checkpointer:
         Args:
             which: Folder of a checkpoint, folder of checkpoints, or `auto` for the latest in the configured folder.
             strict: Raise instead of loading an older checkpoint than the latest.
+            override: Settings of the parameter groups that stay as the optimizer has them, such as `["lr"]`, to
+                change them in this run. `initial_lr`, from which schedules compute, stays with `lr`.
 
         Returns:
             None if `which` is `auto` and there is no checkpoint.
@@ -193,7 +208,7 @@ class Checkpointer:
         if auto and names == [""]:
             return None
         for name in names:
-            found, wrong = self._take(shelf.path / name)
+            found, wrong = self._take(shelf.path / name, override)
             if found is not None:
                 break
             if strict or not name:
@@ -209,9 +224,9 @@ class Checkpointer:
         self._lineage, self._source, self._begun = resumed.origin.resumed(resumed.step), found.path, False
         if self._saver is not None:
             self.begin()
-        return replace(found, notes=notes if dist.get_rank() == 0 else [])
+        return replace(found, notes=[*notes, *found.notes] if dist.get_rank() == 0 else [])
 
-    def _take(self, path: Path) -> tuple[Resumed | None, str]:
+    def _take(self, path: Path, override: Collection[str]) -> tuple[Resumed | None, str]:
         """Load the checkpoint at `path`; if it is damaged, return what is wrong and leave every state undefined.
 
         An error that is not damage is raised on all ranks.
@@ -226,8 +241,9 @@ class Checkpointer:
                 with Checkpoint(path) as checkpoint:
                     manifest = checkpoint.manifest
                     check_state(str(path / MANIFEST), manifest.state)
-                    self._states.take(checkpoint, manifest.state["optim"])
-                    found.append(Resumed(path, manifest.step, manifest.state["extra"], self._local(checkpoint), []))
+                    notes = self._states.take(checkpoint, manifest.state["optim"], override)
+                    notes += [f"resume: {key} of the parameter groups is this run's" for key in override]
+                    found.append(Resumed(path, manifest.step, manifest.state["extra"], self._local(checkpoint), notes))
             except CheckpointDamaged as error:
                 return f"rank {dist.get_rank()}: {error}"
             return ""

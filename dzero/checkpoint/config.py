@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dzero.compatibility import check_compatible
 from dzero.utils.ranges import MOST_BYTES, SECONDS, check, whole
 from dzero.utils.rules import Settings
+
+GROUP_SETTINGS: dict[str, str | None] = {
+    **{f"optim.{key}": key for key in ("lr", "weight_decay", "betas", "eps")},
+    **{f"optim.muon.{key}": key for key in ("lr", "momentum", "nesterov", "iterations", "scale")},
+    "optim.options": None,
+}
+"""Settings of the update rule that a checkpoint holds, with their names in parameter groups; of options, all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +58,14 @@ class ResumeConfig:
     """Folder of a checkpoint, `auto` for the latest in checkpoint.folder, or null to start from scratch."""
     strict: bool = False
     """Stop if the latest checkpoint is damaged or missing, instead of resuming from the newest intact one."""
+    override: list[str] = field(default_factory=list)
+    """Settings of the update rule that this run changes, such as [optim.lr]. Others must be those of the saved run."""
 
     def __post_init__(self) -> None:
+        if unknown := [key for key in self.override if key not in GROUP_SETTINGS]:
+            meant = [key for key in GROUP_SETTINGS if key.endswith(f".{unknown[0]}")]
+            suggestion = f"; did you mean {' or '.join(meant)}?" if meant else ""
+            raise ValueError(f"resume.override={unknown}: choose of {list(GROUP_SETTINGS)}{suggestion}")
         check_compatible(Settings.of(resume=self))
 
 

@@ -41,8 +41,8 @@ from dzero.checkpoint.states import values_of
 from dzero.checkpoint.store import Directory
 from dzero.checkpoint.writer import header, laid_out
 from dzero.hardware import dtype_of
-from dzero.models.adapter_names import FILE as ADAPTER_CONFIG
-from dzero.models.published import KINDS, Description, published_tensors
+from dzero.models.hf import CONFIG
+from dzero.models.published import KINDS, Description, Published, published
 from dzero.models.safetensors_reader import INDEX, SINGLE
 from dzero.models.tensor_views import Readable
 from dzero.zero.rounding import to_working
@@ -53,7 +53,6 @@ PIECE_BYTES = 4 << 20
 BASE = "base"
 """Key in a checkpoint's `extra` for the result of `models.base_record.base_record`."""
 EXPORTED = ("bf16", "fp16", "fp32")
-CONFIG = "config.json"
 ADAPTERS = "adapter_model.safetensors"
 """File of the tensors of adapters, as peft names it."""
 MODEL = "model"
@@ -119,30 +118,23 @@ def plan(
         of_base = base_weights(described, checkpoint.manifest.state["extra"].get(BASE), base, wanted)
         dtypes |= {value.stored[0]: value.dtype for value in of_base.values()}
     try:
-        source = published_tensors(described, values, trained=trained, base=of_base if merge else None)
+        content = published(described, values, trained=trained, base=of_base if merge else None)
     except ValueError as error:
         raise CheckpointError(str(checkpoint.path), str(error)) from error
-    return plan_of(described, source, dtypes, wanted, shard_bytes, merge=merge)
+    return plan_of(content, dtypes, wanted, shard_bytes)
 
 
-def plan_of(
-    described: Description,
-    source: Mapping[str, Readable],
-    dtypes: Mapping[str, torch.dtype],
-    dtype: torch.dtype,
-    shard_bytes: int,
-    *,
-    merge: bool = False,
-) -> ExportPlan:
-    """Return the plan of the files with the tensors `source` of a model, or of its adapter.
+def plan_of(content: Published, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype, shard_bytes: int) -> ExportPlan:
+    """Return the plan of the files of a model's folder, or of that of its adapter.
 
     `dtypes` has that of each tensor, by the first name that it is stored under. config.json names `dtype`.
     """
+    source = content.tensors
     parts = {name: StoredBox.unplaced(None, dtypes[each.stored[0]], each.shape) for name, each in source.items()}
-    if described.adapter is not None and not merge:
-        return ExportPlan({ADAPTERS: laid_out(parts)}, source, {ADAPTER_CONFIG: described.adapter.config})
-    told = {**json.loads(described.config), "dtype": str(dtype).removeprefix("torch.")}
-    texts = {CONFIG: json.dumps(told, indent=2, sort_keys=True) + "\n"}
+    if content.file != CONFIG:
+        return ExportPlan({ADAPTERS: laid_out(parts)}, source, {content.file: content.settings, **content.texts})
+    told = {**json.loads(content.settings), "dtype": str(dtype).removeprefix("torch.")}
+    texts = {CONFIG: json.dumps(told, indent=2, sort_keys=True) + "\n", **content.texts}
     planned = ExportPlan(_into_files(parts, shard_bytes), source, texts)
     if SINGLE not in planned.files:
         files = {tensor: name for name, of_file in planned.files.items() for tensor in of_file}

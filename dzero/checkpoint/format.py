@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +31,10 @@ from dzero.hardware import FILE_DTYPES
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
 
 VERSION = 1
+MOST_COUNT = 2**53
+"""Largest count that is believed: up to here, fp64 has every whole number."""
 MANIFEST = "manifest.json"
+NUMBER = "$float"
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
 """Kinds of tensors, which prefix the name of a parameter or buffer; optimizer moments have kinds of their own."""
 MOST_INDEX_BYTES, MOST_MANIFEST_BYTES = 64 << 20, 16 << 20
@@ -145,7 +149,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     Attributes:
         seals: Checksum of each rank's index.
-        state: Values that are not tensors, as plain JSON.
+        state: Values that are not tensors, as plain JSON. JSON has no infinity and no NaN, such as the best value of
+            `ReduceLROnPlateau` before its first epoch: files have {"$float": "inf"} in their places.
         run: Id of the run that saved the checkpoint.
         lineage: Runs that this run continued from (checkpoint/lineage.py).
         saved_ns: Time of the save in nanoseconds since 1970.
@@ -168,7 +173,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Raise ValueError if the version is not supported or a field is invalid."""
         if self.version != VERSION:
             raise ValueError(f"version {self.version} of the format, this dzero reads {VERSION}: install a newer one")
-        if not self.seals or self.step < 0 or not all(map(SUM.fullmatch, self.seals)):
+        if not 0 <= self.saved_ns < 1 << 63:
+            raise ValueError(f"saved_ns={self.saved_ns} is no time")
+        if not self.seals or not 0 <= self.step <= MOST_COUNT or not all(map(SUM.fullmatch, self.seals)):
             raise ValueError(f"step {self.step} of {len(self.seals)} ranks")
         self.origin.check()
 
@@ -204,6 +211,30 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def _with_state(body: T, change: Callable[[Any], Any]) -> T:
+    return msgspec.structs.replace(body, state=change(body.state)) if isinstance(body, Manifest) else body
+
+
+def _spelled(value: Any) -> Any:
+    """Return a plain value with each float that JSON lacks as a text under `NUMBER`."""
+    if isinstance(value, dict):
+        return {key: _spelled(element) for key, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(element) for element in value]
+    return {NUMBER: str(float(value))} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    """Return the value that `_spelled` was given."""
+    if isinstance(value, list):
+        return [_read(element) for element in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {NUMBER} and value[NUMBER] in ("inf", "-inf", "nan"):
+        return float(value[NUMBER])
+    return {key: _read(element) for key, element in value.items()}
+
+
 class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
     body: msgspec.Raw
     xxh3: str
@@ -211,7 +242,7 @@ class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
 
 def seal(body: Any) -> tuple[bytes, str]:
     """Return the bytes of a file that holds `body`, and its seal."""
-    encoded = msgspec.json.encode(body, order="sorted")
+    encoded = msgspec.json.encode(_with_state(body, _spelled), order="sorted")
     found = digest(encoded)
     return b'{"body":' + encoded + b',"xxh3":"' + found.encode() + b'"}\n', found
 
@@ -233,7 +264,7 @@ def unseal(data: bytes, kind: type[T], path: str, sealed: str | None = None) -> 
     if sealed is not None and found != sealed:
         raise CheckpointDamaged(path, f"it has seal {found}, the manifest names {sealed}: it is of another checkpoint")
     try:
-        body = msgspec.json.decode(bytes(outer.body), type=kind)
+        body = _with_state(msgspec.json.decode(bytes(outer.body), type=kind), _read)
         again = seal(body)[0]
     except (ValueError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(path, str(error)) from error

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+import math
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 
 from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import MOST_COUNT
 
 Number = int | float
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 
 
 class SavedGroup(TypedDict):
@@ -23,10 +26,11 @@ class SavedOptim(TypedDict):
     rule: str
     groups: list[SavedGroup]
     scaler: dict[str, Number]
-    skipped_steps: int
-    consecutive_skips: int
+    skipped_steps: Count
+    consecutive_skips: Count
     states: dict[str, dict[str, Number]]
-    updates: NotRequired[int]
+    updates: NotRequired[Count]
+    axes: NotRequired[dict[str, Count]]
 
 
 class SavedState(TypedDict):
@@ -55,15 +59,15 @@ class SavedHeldOut(TypedDict):
     """Record of the lowest held-out loss of a run (trainer/held_out.py)."""
 
     loss: Number | None
-    step: int
-    worse: int
+    step: Count
+    worse: Count
 
 
 class SavedExtra(TypedDict):
     """The `extra` that train.py saves."""
 
     stream: dict[str, int]
-    step_sequences: int
+    step_sequences: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
     config: SavedConfig
     base: NotRequired[SavedBase]
     held_out: NotRequired[SavedHeldOut]
@@ -76,6 +80,16 @@ def check_state(path: str, state: dict[str, Any]) -> None:
     scaler = state["optim"]["scaler"]
     if scaler and scaler.keys() != {"scale", "good_steps", "bad_steps"}:
         raise CheckpointError(path, f"state.optim.scaler has {sorted(scaler)}, no scale of a loss")
+    counts = [value for key, value in scaler.items() if key != "scale"]
+    if scaler and not (0 < scaler["scale"] < math.inf and all(0 <= each <= MOST_COUNT for each in counts)):
+        raise CheckpointError(path, f"state.optim.scaler has {scaler}, no scale of a loss")
+    for name, of_param in state["optim"]["states"].items():
+        if not 0 <= of_param.get("step", 0) <= MOST_COUNT:
+            raise CheckpointError(
+                path, f"state.optim.states of {name} has step={of_param['step']}, no count of updates"
+            )
+    if not any(group["params"] for group in state["optim"]["groups"]):
+        raise CheckpointError(path, "state.optim.groups has no parameter; it was not saved by this program")
 
 
 def check_extra(path: str, extra: dict[str, Any]) -> None:

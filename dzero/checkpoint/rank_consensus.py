@@ -16,7 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch.distributed as dist
 
 from dzero.checkpoint.errors import CheckpointError, RankUnavailable
+from dzero.comm.collective_log import CollectiveLog
 from dzero.comm.collectives import gather_json
+from dzero.comm.watchdog import follow
 from dzero.mesh import timeout_of_ranks
 
 BEAT_S, BEATS = 5.0, 3
@@ -33,6 +35,8 @@ class RankConsensus:
         self._beat_s = min(BEAT_S, timeout.total_seconds() / BEATS)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint agreement")
+        self._log = CollectiveLog()
+        follow(self._log)
 
     def agree(self, do: Callable[[], str] = str) -> list[str]:
         """Run `do` on every rank and return all results, in rank order. Collective.
@@ -48,7 +52,8 @@ class RankConsensus:
             mine.set_exception(error)
             wait([told])
             raise
-        return told.result()
+        with self._log.waiting_beside(f"an agreement on {self._what}"):
+            return told.result()
 
     def close(self) -> None:
         """Destroy the process group, unless all groups are destroyed already."""

@@ -24,6 +24,7 @@ from dzero.checkpoint.format import (
 )
 from dzero.checkpoint.store import Directory, read_manifest
 from dzero.offload.memory_pool import aligned
+from dzero.utils.torch_internals import without_wrappers
 
 COLUMNS_BYTES = 64 << 20
 """Bytes of whole rows that are read at a time when only some of their columns are wanted."""
@@ -50,7 +51,8 @@ class Checkpoint:
         for index in self.indexes:
             for entry, part in index.parts.items():
                 if part.of is not None:
-                    self._where.setdefault(part.of, []).append((index.rank, entry, part))
+                    name = without_wrappers(part.of)  # older checkpoints have names of wrapped modules
+                    self._where.setdefault(name, []).append((index.rank, entry, part))
 
     def __enter__(self) -> Checkpoint:
         return self

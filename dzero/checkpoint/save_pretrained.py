@@ -15,10 +15,10 @@ import msgspec
 from dzero.checkpoint.export_hf import SHARD_BYTES, export, plan_of
 from dzero.checkpoint.first_rank import on_first_rank
 from dzero.checkpoint.whole_tensors import WholeTensors
-from dzero.models.adapter_names import why_unsaved
+from dzero.models.adapter_names import settings_of
 from dzero.models.adapters import adapted_part, has_adapters
-from dzero.models.published import Description, describe, published_tensors
-from dzero.zero.sharded import Sharded
+from dzero.models.published import Description, describe, published
+from dzero.zero.sharded import Sharded, check_sharded
 
 
 def save_pretrained(
@@ -29,7 +29,7 @@ def save_pretrained(
         dzero.save_pretrained(sharded, "trained")
         AutoModelForCausalLM.from_pretrained("trained")
 
-    Of a model with adapters of peft (LoRA), only these are written, unless they are merged into its weights:
+    Of a model with an adapter of peft, only this is written, unless it is merged into its weights:
 
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "trained")
 
@@ -45,12 +45,13 @@ def save_pretrained(
         ValueError: If the model has no published layout, its adapters cannot be saved, or there are none to merge.
         CheckpointError: If the folder exists, or the disk is too small or fails; on all ranks.
     """
+    check_sharded(sharded, "dzero.save_pretrained", "dzero.save_pretrained(sharded, folder)")
     model = sharded.model
     adapted, name = has_adapters(model), type(model).__name__
     if merge and not adapted:
         raise ValueError(f"merge=True: {name} has no adapters of peft; leave it away")
-    if adapted and (reason := why_unsaved(adapted_part(model).peft_config)):
-        raise ValueError(reason)
+    if adapted:
+        settings_of(adapted_part(model).peft_config)
     if (found := describe(model)) is None:
         raise ValueError(
             f"{name}: only models of transformers, and llamas and Mixtrals of the project, have a layout that "
@@ -59,7 +60,7 @@ def save_pretrained(
     described = msgspec.convert(found, Description)
     tensors = WholeTensors(sharded)
     values, dtypes = tensors.readable(), tensors.dtypes
-    source = published_tensors(described, values, trained=tensors.trained, base={} if merge else None)
-    tensors.expect([each.stored for each in source.values()])
-    planned = plan_of(described, source, dtypes, sharded.layout.param.dtype, shard_bytes, merge=merge)
+    content = published(described, values, trained=tensors.trained, base={} if merge else None)
+    tensors.expect([each.stored for each in content.tensors.values()])
+    planned = plan_of(content, dtypes, sharded.layout.param.dtype, shard_bytes)
     on_first_rank(sharded, lambda: export(Path(folder), planned), tensors.skip_rest)

@@ -15,9 +15,10 @@ a partial folder, which the next run removes; the previous checkpoint is not aff
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -41,6 +42,7 @@ from dzero.checkpoint.store import CheckpointStore, Directory
 from dzero.checkpoint.writer import ShardWriter
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
 
+logger = logging.getLogger(__name__)
 Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 
 
@@ -57,6 +59,7 @@ class Saver:
         self._touched: Future[None] | None = None
         self._under_way: Future[str] | None = None
         self._lineage: Lineage | None = None
+        self._needed_bytes: int | None = None  # of a checkpoint, from the first save on
         with ExitStack() as undo:
             self._thread = undo.enter_context(ThreadPoolExecutor(1, "checkpoint"))
             locked = partial(undo.enter_context, self._shelf.locked())
@@ -86,23 +89,36 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
         if self._under_way is not None and (error := self._under_way.exception()) is not None:
-            warnings.warn(f"the last checkpoint was not saved: {error}", stacklevel=2)
+            logger.warning(f"the last checkpoint was not saved: {error}")
 
     def prepare(self, parts: Mapping[str, StoredBox]) -> None:
         """Allocate buffers for `parts` in the background, so that the first save takes no longer than later ones."""
         self._touched = self._thread.submit(self._staging(parts).touch)
 
-    def save(self, step: int, parts: Mapping[str, StoredBox], write: Write, state: dict[str, Any]) -> None:
-        """Save `parts` as they are now; return when they may change. Collective.
+    def save(
+        self, step: int, describe: Callable[[], Mapping[str, StoredBox]], write: Write, state: dict[str, Any]
+    ) -> None:
+        """Save parts as they are now; return when they may change. Collective.
 
-        `write` passes every part in order to `put(name, tensor)`. Of `state`, which is plain JSON, that of rank 0 is
-        saved. Raise `CheckpointError` if the save before this one failed, or this one cannot begin.
+        Args:
+            step: Step that they belong to.
+            describe: Returns the parts. It may have ranks agree on them: it is called when the save before this one,
+                whose thread has them agree as well, is over.
+            write: Passes every part in order to `put(name, tensor)`.
+            state: Plain JSON; that of rank 0 is saved.
+
+        Raises:
+            CheckpointError: The save before this one failed, or this one cannot begin.
         """
         self.finish()
+        parts = describe()
         if self._lineage is None:
             self.claim(Lineage().resumed(0))
         assert self._lineage is not None
-        name = self._ranks.agree(partial(self._shelf.begin, step) if self._rank == 0 else str)[0]
+        if self._needed_bytes is None:
+            sizes = self._ranks.agree(lambda: str(sum(part.size_bytes for part in parts.values())))
+            self._needed_bytes = sum(map(int, sizes))
+        name = self._ranks.agree(partial(self._begin, step) if self._rank == 0 else str)[0]
         stack, staged = ExitStack(), Future[Callable[[], str]]()
         self._under_way = self._thread.submit(self._complete, name, step, state, self._lineage, staged)
         try:
@@ -126,6 +142,20 @@ class Saver:
         """Wait for a save in progress, then return or raise as `finished` does."""
         under_way, self._under_way = self._under_way, None
         return None if under_way is None else under_way.result()
+
+    def _begin(self, step: int) -> str:
+        """Begin a checkpoint; if there is no room for it, first remove what would be removed behind it."""
+        room = os.statvfs(self._shelf.path)
+        assert self._needed_bytes is not None
+        assert self._lineage is not None
+        if room.f_blocks > 0 and room.f_bavail * room.f_frsize < self._needed_bytes:
+            stay, best = max(1, self._config.keep - 1), self._config.keep_best
+            if gone := keep(self._shelf, stay, self._lineage, keep_best=best):
+                logger.warning(
+                    f"{self._shelf.path}: removed {', '.join(gone)} before step {step} is saved and not after it, "
+                    f"because there was no room (checkpoint.keep={self._config.keep})"
+                )
+        return self._shelf.begin(step)
 
     def _complete(
         self, name: str, step: int, state: dict[str, Any], lineage: Lineage, staged: Future[Callable[[], str]]

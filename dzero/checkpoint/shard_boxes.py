@@ -1,8 +1,9 @@
 """Boxes of a checkpoint's tensors that a rank's shards, or its replica shards (zero/replica_shards.py), correspond to.
 
-A checkpoint is independent of ranks and tiles: a parameter has the name and shape of the model as built. A rank's part
-of a parameter is a box. FSDP2 splits it along dim 0. In a tiled module the box is within a tile, and where a mesh axis
-splits the model, it is within this rank's part along that axis.
+A checkpoint is independent of ranks, tiles and wrappers: a parameter has the name and shape of the model as built,
+and of its modules before `torch.compile` and torch's `checkpoint_wrapper` wrapped them. A rank's part of a parameter
+is a box. FSDP2 splits it along dim 0. In a tiled module the box is within a tile, and where a mesh axis splits the
+model, it is within this rank's part along that axis.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from dzero.checkpoint.box import Box
 from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.parallel.tiling.state_dicts import tiled
+from dzero.utils.torch_internals import without_wrappers
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape, rows_of
@@ -67,8 +69,8 @@ class UntiledRows:
         self._tiles = {part: (name, cut, at) for name, cut, parts in tiled(model) for at, part in enumerate(parts)}
 
     def name(self, own: str) -> str:
-        """Return the untiled name of the parameter `own`, which may be a tile."""
-        return self._tiles[own][0] if own in self._tiles else own
+        """Return the name as built of the parameter `own`, which may be a tile, or in a wrapped module."""
+        return without_wrappers(self._tiles[own][0] if own in self._tiles else own)
 
     def held(self, shape: ParamShape, first: int, rows: int) -> HeldTensor:
         """Return the part of a tensor that some rows of a parameter cover, beginning with row `first`.
@@ -84,7 +86,7 @@ class UntiledRows:
             if cut.dim is not None:
                 offset[cut.dim] += cut.span(index)[0]
                 whole[cut.dim] = sum(cut.sizes)
-        return HeldTensor(name, tuple(whole), _boxes(shape, offset, size), tuple(size))
+        return HeldTensor(without_wrappers(name), tuple(whole), _boxes(shape, offset, size), tuple(size))
 
 
 def _boxes(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:

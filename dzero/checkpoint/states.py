@@ -7,7 +7,7 @@
     param.<parameter>                   working dtype  parameters without a master, unless the run that goes on has them
                                                        from elsewhere (frozen); overlap=delayed: those of forward
     row_var.<parameter>, …              their own      states of a rule that needs whole parameters, of any shape
-    buffer.<name>                       its own        persistent buffers, which are equal on every rank
+    buffer.<name>                       its own        persistent buffers (saved_buffers.py)
 
 The master determines its other forms: the working copy is the rounded master (zero/rounding.py), and a remainder is the
 difference. A checkpoint can therefore be loaded with any stage, tier, kind of master, mesh and tiling.
@@ -16,22 +16,24 @@ difference. A checkpoint can therefore be loaded with any stage, tier, kind of m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dzero.checkpoint.box import Box
-from dzero.checkpoint.format import BUFFER, MASTER, PARAM, StoredBox
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import BUFFER, MANIFEST, MASTER, PARAM, StoredBox
 from dzero.checkpoint.load_unit import SCALE, UnitLoader
 from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.saved_buffers import Agree, SavedBuffers
 from dzero.checkpoint.shard_boxes import ShardBox, ShardBoxes
 from dzero.comm.collectives import gather_json
-from dzero.mesh import AXES, PIPELINE
+from dzero.mesh import PIPELINE
 from dzero.optim.base import MasterOptimizer
+from dzero.optim.group_settings import UnfitSettings
 from dzero.optim.state_placement import read
-from dzero.utils.torch_internals import is_persistent
+from dzero.utils.torch_internals import without_wrappers
 from dzero.zero.dtensors import local_of
 from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
@@ -47,14 +49,15 @@ class CheckpointStates:
 
     def __init__(self, sharded: Sharded, optim: MasterOptimizer, left_out: Collection[str] = ()) -> None:
         self._sharded, self._optim, self._left_out = sharded, optim, frozenset(left_out)
-        along_model = [group for axis, group in sharded.model_groups.items() if axis != PIPELINE]
-        self._groups = [*(sharded.mesh.get_group(axis) for axis in AXES), *along_model]
+        self._buffers = SavedBuffers(sharded)
         self._owned = frozenset(optim.scalars()["states"])
         self._shard_boxes = ShardBoxes(sharded, self._owned)
         self._delayed = sharded.layout.offload.mode == "delayed"
 
-    def parts(self) -> dict[str, StoredBox]:
-        """Return the parts that `write` saves, by entry and in order; like `write`, call it between steps.
+    def parts(self, agree: Agree) -> dict[str, StoredBox]:
+        """Return the parts that `write` saves, by entry and in order; like `write`, call it between steps. Collective.
+
+        `agree` calls a function on every rank, and returns the results of all.
 
         Raise ValueError if another optimizer has the states of a parameter.
         """
@@ -70,10 +73,7 @@ class CheckpointStates:
                     parts[name] = StoredBox.unplaced(name, state.dtype, state.shape)
             for place in self._without_master(saved):
                 parts |= _parts(place, PARAM, place.param.dtype, place.elems)
-        for name, buffer in self._buffers():
-            entry = f"{BUFFER}.{name}"
-            parts[entry] = StoredBox.unplaced(entry, buffer.dtype, tuple(buffer.shape))
-        return parts
+        return parts | self._buffers.parts(agree)
 
     def write(self, put: Put) -> None:
         """Pass every part to `put` as it is now; call it between steps, after `optim.await_updates()`."""
@@ -102,8 +102,7 @@ class CheckpointStates:
                 raise failed[0]
             for place in self._without_master(saved):
                 put_all(place, PARAM, read(local_of(place.param)))
-        for name, buffer in self._buffers():
-            put(f"{BUFFER}.{name}", buffer)
+        self._buffers.write(put)
 
     def _check_optimizers(self) -> None:
         elsewhere = frozenset[str]().union(*self._sharded.claims.values()) - self._owned
@@ -115,27 +114,45 @@ class CheckpointStates:
 
     def scalars(self) -> dict[str, Any]:
         """Return the state that is not tensors, by names of the model as built; equal on every rank. Collective."""
-        scalars = self._optim.scalars()
-        scalars["states"] = {self._shard_boxes.whole[name]: values for name, values in scalars["states"].items()}
+        scalars = {**self._optim.scalars(), "axes": self._buffers.axes}
+        whole = self._shard_boxes.whole
+        scalars["states"] = {whole[name]: values for name, values in scalars["states"].items()}
+        for group in scalars["groups"]:
+            group["params"] = [*dict.fromkeys(whole[name] for name in group["params"])]
         return scalars if self._sharded.stages is None else _together(scalars, self._sharded.model_groups[PIPELINE])
 
-    def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
-        """Load the states of `checkpoint`, whose manifest holds `scalars`.
+    def take(self, checkpoint: Checkpoint, scalars: dict[str, Any], keep: Collection[str] = ()) -> list[str]:
+        """Load the states of `checkpoint`, whose manifest holds `scalars`; groups keep their settings in `keep`.
+
+        Return messages for the user.
 
         Raise `CheckpointError` if a tensor is missing, damaged, or of another shape, and ValueError if states belong to
         another optimizer.
         """
         self._check_optimizers()
-        self._optim.take_scalars(scalars)
-        taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed, self._optim.unsharded_states)
+        try:
+            self._optim.take_scalars({**scalars, "groups": self._by_own_names(scalars["groups"])}, keep)
+        except UnfitSettings as error:
+            raise CheckpointError(str(checkpoint.path / MANIFEST), f"state.optim.{error}") from error
+        states = {without_wrappers(name): values for name, values in scalars["states"].items()}
+        taking = UnitLoader(checkpoint, self._owned, states, self._delayed, self._optim.unsharded_states)
         shard_boxes = [self._boxes(unit) for unit in self._sharded.units]
         for unit, (portable_states, without_master) in zip(self._sharded.units, taking.units(shard_boxes), strict=True):
             for place, values in without_master:
                 local_of(place.param).view(-1).copy_(values.view(-1))
             self._optim.import_state(unit, portable_states)
-        for name, buffer in self._buffers(everywhere=True):
-            checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))
-            buffer.copy_(checkpoint.read(f"{BUFFER}.{name}", Box.whole(tuple(buffer.shape))))
+        return self._buffers.take(checkpoint, scalars.get("axes"))
+
+    def _by_own_names(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return saved groups with the names of parameters in the sharded model, which may be tiles of theirs."""
+        own_names: dict[str, list[str]] = {}
+        for own, whole in self._shard_boxes.whole.items():
+            own_names.setdefault(whole, []).append(own)
+        return [
+            {**group, "params": [own for name in names for own in own_names.get(name, [name])]}
+            for group in groups
+            for names in [map(without_wrappers, group["params"])]
+        ]
 
     def abandon(self) -> None:
         """Drop the pending work of a `take` that failed on some rank, so that all ranks can load another checkpoint."""
@@ -161,26 +178,6 @@ class CheckpointStates:
 
     def _without_master(self, saved: dict[str, ShardBox]) -> list[ShardBox]:
         return [place for name, place in saved.items() if name not in self._owned]
-
-    def _buffers(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the persistent buffers that this rank saves, or all of them with `everywhere`.
-
-        The first rank saves buffers. Those that only one pipeline stage has are saved by the first rank of that stage.
-        """
-        sharded = self._sharded
-        if not everywhere and any(group.rank() for group in self._groups):
-            return
-        parts = sharded.stages
-        own = (
-            {module for name in parts.own_modules for module in sharded.model.get_submodule(name).modules()}
-            if parts
-            else {}
-        )
-        first = parts is None or parts.rank == 0
-        for prefix, module in sharded.model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if is_persistent(module, name) and (everywhere or first or module in own):
-                    yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _together(scalars: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:

@@ -19,7 +19,7 @@ folder.
 from __future__ import annotations
 
 import errno
-import fcntl
+import logging
 import os
 import re
 import shutil
@@ -34,7 +34,9 @@ import msgspec
 from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError, reported_as_checkpoint_error
 from dzero.checkpoint.format import MANIFEST, MOST_MANIFEST_BYTES, Manifest, seal, unseal
 from dzero.checkpoint.lineage import Lineage, Segment
+from dzero.utils.file_lock import take
 
+logger = logging.getLogger(__name__)
 STEP = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,9}))?")
 PARTIAL, GOING = ".partial", ".going"
 LATEST, LOCK = "latest.json", ".lock"
@@ -120,6 +122,7 @@ class CheckpointStore:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._is_locked: bool | None = False
 
     def names(self) -> list[str]:
         """Return the names of the complete checkpoints, the oldest first."""
@@ -193,7 +196,9 @@ class CheckpointStore:
             shutil.rmtree(name + GOING, dir_fd=folder.fd)
 
     def clean(self) -> list[str]:
-        """Remove what dead runs left half-written or half-removed; call it under `locked`."""
+        """Remove what dead runs left half-written or half-removed; call it under `locked`, which must have a lock."""
+        if not self._is_locked:
+            return []
         left = [entry for entry in self._entries() if LEFT.fullmatch(entry.name)]
         for entry in left:
             with reported_as_checkpoint_error(entry.path):
@@ -207,13 +212,17 @@ class CheckpointStore:
         with Directory(self.path) as folder:
             fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(fd)
-                raise CheckpointError(
-                    str(self.path), "another run saves its checkpoints here: give this one a folder of its own"
-                ) from error
-            try:
+                with reported_as_checkpoint_error(self.path / LOCK):
+                    self._is_locked = take(fd)
+                if self._is_locked is False:
+                    raise CheckpointError(
+                        str(self.path), "another run saves its checkpoints here: give this one a folder of its own"
+                    )
+                if self._is_locked is None:
+                    logger.warning(
+                        f"{self.path}: this file system has no locks, so a second run that saves here would not be "
+                        "noticed; what runs that died left half-written stays"
+                    )
                 word = uuid.uuid4().hex
                 with reported_as_checkpoint_error(self.path / LOCK):
                     os.ftruncate(fd, 0)

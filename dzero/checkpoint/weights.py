@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dzero.checkpoint.whole_tensors import WholeTensors
-from dzero.models.adapter_names import why_unsaved
+from dzero.models.adapter_names import settings_of
 from dzero.models.adapters import adapted_part, has_adapters
-from dzero.models.published import Description, describe, published_tensors
+from dzero.models.published import Description, describe, published
 from dzero.models.tensor_views import Readable
-from dzero.zero.sharded import Sharded
+from dzero.zero.sharded import Sharded, check_sharded
 
 
 def weights(sharded: Sharded, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -46,10 +46,11 @@ def weights(sharded: Sharded, *, merge: bool = True) -> Iterator[tuple[str, Tens
         ValueError: If adapters cannot be merged or saved, or some ranks of the process group are not in the mesh.
         RuntimeError: If states are parked (`Sharded.park`), also by the iterator, or if weights changed meanwhile.
     """
+    check_sharded(sharded, "dzero.weights", "dzero.weights(sharded)")
     sharded.check_unparked()
     adapted = has_adapters(sharded.model)
-    if adapted and (reason := why_unsaved(adapted_part(sharded.model).peft_config)):
-        raise ValueError(reason)
+    if adapted:
+        settings_of(adapted_part(sharded.model).peft_config)
     found = describe(sharded.model)
     tensors = WholeTensors(sharded, torch.device(sharded.mesh.device_type))
     if tensors.ranks != (world := torch.distributed.get_world_size()):
@@ -60,7 +61,8 @@ def weights(sharded: Sharded, *, merge: bool = True) -> Iterator[tuple[str, Tens
     source: Mapping[str, Readable] = tensors.readable()
     if found is not None:
         base: dict[str, Readable] | None = {} if adapted and merge else None
-        source = published_tensors(msgspec.convert(found, Description), source, trained=tensors.trained, base=base)
+        described = msgspec.convert(found, Description)
+        source = published(described, source, trained=tensors.trained, base=base).tensors
     tensors.expect([each.stored for each in source.values()])
     return _gathered(sharded, source)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class WholeTensors:
                     boxes = [Box(tuple(offset), tuple(size)) for offset, size in told["boxes"]]
                     self._senders.setdefault(name, []).append((of_rank["rank"], boxes))
         self._waiting: list[str] = []
-        self._together: dict[str, tuple[str, ...]] = {}
+        self._groups: list[tuple[str, ...]] = []
+        self._last: dict[str, int] = {}
+        self._at = -1
         self._held: dict[str, torch.Tensor] = {}
 
     def readable(self) -> dict[str, Readable]:
@@ -76,18 +79,23 @@ class WholeTensors:
 
     def expect(self, groups: Iterable[tuple[str, ...]]) -> None:
         """Set the order: that of `groups`, the names of the tensors that are read together; the same on all ranks."""
-        for group in groups:
-            self._together |= dict.fromkeys(group, group)
-        self._waiting = [name for name in self._together if self._elems(name)]
+        self._groups = [*groups]
+        self._last = {name: number for number, group in enumerate(self._groups) for name in group}
+        self._waiting = [name for name in dict.fromkeys(chain(*self._groups)) if self._elems(name)]
+        self._at = -1
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor, on a receiver; the first calls for each are in the order of gathers."""
+        """Return a tensor, on a receiver; the first calls for each are in the order of gathers.
+
+        A tensor that several groups have is held until the last of them.
+        """
         if not self._elems(name):
             return torch.empty(self._shapes[name], dtype=self.dtypes[name], device=self._device)
         if name not in self._held:
-            group = self._together[name]
-            self._held = {each: tensor for each, tensor in self._held.items() if each in group}
-            for each in group:
+            while self._at < 0 or name not in self._groups[self._at]:
+                self._at += 1
+            self._held = {each: tensor for each, tensor in self._held.items() if self._last[each] >= self._at}
+            for each in self._groups[self._at]:
                 if each not in self._held and self._elems(each):
                     assert self._waiting[0] == each
                     self._held[each] = self._gather()
@@ -208,10 +216,9 @@ def _described(sharded: Sharded, own: dict[str, list[torch.Tensor | ShardBox]]) 
         add(place.name, local_of(param).dtype, place.shape, boxes, **flags)
         if boxes:
             own.setdefault(place.name, []).append(place)
-    among_params = {without_wrappers(name) for name in params}
-    for name, tensor in model.state_dict().items():
-        is_param = without_wrappers(name) in among_params  # torch's checkpoint_wrapper has its name in params alone
-        alone = not is_param or (name in first_names and not tensor.is_floating_point())
+    among_params = {without_wrappers(name): name in first_names for name in params}
+    for name, tensor in ((without_wrappers(name), tensor) for name, tensor in model.state_dict().items()):
+        alone = name not in among_params or (among_params[name] and not tensor.is_floating_point())
         if alone and name not in told and isinstance(tensor, torch.Tensor) and tensor.dtype in NAMES:
             add(
                 name,

@@ -37,50 +37,29 @@ NAMED = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern",
 """Settings that name modules."""
 
 
-def saved_name(name: str, adapter: str) -> str | None:
-    """Return the name that a tensor of a model has in the folder of an adapter, or None if it is no part of that.
-
-    Args:
-        name: Name in the model, with the published names of modules, and without the prefix `INSIDE`.
-        adapter: Name of the adapter in the model.
-    """
-    words = name.split(".")
-    for at in range(len(words) - 1):
-        word, rest = words[at], words[at + 2 :]
-        if words[at + 1] != adapter or not (word == COPY or word.startswith("lora_")):
-            continue
-        kept = [] if word == COPY else [word]
-        return ".".join([*words[:at], *kept, *(() if word == MAGNITUDE else rest)])
-    return None
-
-
 def settings_of(peft_config: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the name and the settings of the only adapter of a model, as they are saved.
 
     Raises:
-        ValueError: If there are several adapters, one is no LoRA, or its initial values changed the model's weights.
+        ValueError: If there are several adapters.
     """
-    if reason := why_unsaved(peft_config):
-        raise ValueError(reason)
+    if len(peft_config) != 1:
+        raise ValueError(f"the model has the adapters {[*peft_config]}: only one is saved; delete the others before")
     ((name, settings),) = peft_config.items()
     found = copy.copy(settings)
     found.inference_mode = True
     return name, found
 
 
-def why_unsaved(peft_config: Mapping[str, Any]) -> str:
-    """Return why the adapters of a model cannot be written into a folder; empty if they can."""
-    (settings, *others) = peft_config.values()
-    if others:
-        return f"the model has the adapters {[*peft_config]}: only one is saved; delete the others before"
-    if (kind := getattr(settings.peft_type, "value", settings.peft_type)) != "LORA":
-        return f"adapters of type {kind}: only LORA is saved; save a checkpoint instead"
-    if settings.init_lora_weights not in INITIAL:
-        return (
-            f"init_lora_weights={settings.init_lora_weights!r} changed the model's own weights, to which the adapters "
-            f"would be added again; take one of {INITIAL}"
-        )
-    return ""
+def why_base_changed(settings: Any) -> str:
+    """Return why an adapter means nothing beside the published weights, which its first values changed; or nothing."""
+    first_values = getattr(settings, "init_lora_weights", True)
+    if first_values in INITIAL:
+        return ""
+    return (
+        f"init_lora_weights={first_values!r} changed the model's own weights, to which the adapters would be added "
+        f"again: merge the adapter of the trained model (merge=True), or take one of {INITIAL}"
+    )
 
 
 def settings_text(settings: Any) -> str:
@@ -99,11 +78,13 @@ def settings_from(text: str) -> Any:
     peft = import_optional("peft", "merging adapters", "peft")
     with TemporaryDirectory() as folder:
         (Path(folder) / FILE).write_text(text)
-        return peft.LoraConfig.from_pretrained(folder)
+        return peft.PeftConfig.from_pretrained(folder)
 
 
 def names_after(before: Mapping[str, int], tensors: Mapping[str, object]) -> dict[str, str]:
     """Return the names of a model's tensors after adapters were injected, by those before; tied ones have several.
+
+    Tensors of layers that peft left out (`layer_replication`) are not among them.
 
     Args:
         before: Identity (`id`) of each tensor before, by name.
@@ -112,7 +93,7 @@ def names_after(before: Mapping[str, int], tensors: Mapping[str, object]) -> dic
     after: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         after.setdefault(id(tensor), []).append(name)
-    return {name: after[tensor].pop(0) for name, tensor in before.items()}
+    return {name: after[tensor].pop(0) for name, tensor in before.items() if tensor in after}
 
 
 def renamed_settings(values: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:

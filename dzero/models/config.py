@@ -203,17 +203,20 @@ class ModelConfig:
         return SHAPES[self.kind](**{"kv_heads": self.heads, **given, "vocab_size": vocab_size})
 
 
-def check_vocabulary(model: int | None, data: int | None, *, key: str = "model.vocab_size") -> int:
+def check_vocabulary(
+    model: int | None, data: int | None, *, key: str = "model.vocab_size", more: str = "a model.vocab_size ≥ {}"
+) -> int:
     """Return the vocabulary size of the model: its own if set, else that of the data.
 
     Raise ValueError, which names the model's setting `key`, if the data has ids outside of it, or neither has a size.
+    `more` says how the model gets a size, `{}`.
     """
     if model is None and data is None:
         raise ValueError("model.vocab_size is unset and the data names no vocabulary: set model.vocab_size")
     if model is not None and data is not None and model < data:
         raise ValueError(
-            f"{key}={model}: the data has ids up to {data - 1}; take a vocabulary ≥ {data} "
-            "or a tokenizer with fewer ids"
+            f"{key}={model}: the tokenizer or the data has ids up to {data - 1}, for which the model has no embedding; "
+            f"take a tokenizer with fewer ids, or {more.format(data)}"
         )
     size = data if model is None else model
     assert size is not None

@@ -5,7 +5,9 @@ Only the configuration file is read. No code from the folder runs, and nothing i
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,38 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dzero.errors import converting, import_optional
-from dzero.models.config import check_vocabulary
+from dzero.models.config import MOST_EXPERTS, MOST_IDS, MOST_LAYERS, MOST_WIDTH, check_vocabulary
 from dzero.utils.hub_cache import cache_folder, is_repository, local_folder, private_copies, read_bytes
+from dzero.utils.ranges import shown
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-MOST = 2**31 - 1
-CONFIG = "config.json"
+MOST_POSITIONS = 10**8
+BOUNDS = (
+    (r"(^|_)(ids?|idx|index|indices|seed|theta|base|rate|loss|coef|weight|scale|temperature|factor|version)$", None),
+    (r"vocab|(^|_)(codebook_size|num_embeddings|num_embeds)$", MOST_IDS - 1),
+    (r"(^|_)num_labels$", 10**6),  # transformers makes a name for each
+    (r"experts?$", MOST_EXPERTS),
+    (
+        r"(^|_)(n_)?(layers?|blocks?|depths?|stages?|levels?|modules|codebooks?|quantizers|flows|loops|cycles|streams)$"
+        r"|^num_(mem|encoder|decoder|res|resnet|mtp|nextn|upscale|upsampling|transition|self_attends)_\w*"
+        r"|(layer|block|expert)s?_(types?|pattern)$|_pattern$",
+        MOST_LAYERS,
+    ),
+    (r"position|n_ctx$|context_length|seq_len|sequence_length", MOST_POSITIONS),
+    (
+        r"(size|dims?|heads?|width|channels?|groups?|hidden|inner|features?|d_model|d_ff|d_kv|n_embd|embed|rank|filters?"
+        r"|kernels?|buckets|hashes|latents?|queries)$",
+        MOST_WIDTH,
+    ),
+)
+"""What a key of a config.json is by its name, the first that fits, and the largest number that this can be.
+
+Names that are only values come first, then numbers of ids, of modules, of positions, and sizes of one dimension. A list
+or a text with a letter for each module is as long as the number that it stands for. Ten million modules take minutes.
+"""
+LEAST = {"vocab_size": 1, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1} | dict.fromkeys(
+    ("num_local_experts", "num_experts", "n_routed_experts"), 0
+)
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 class HFDecoder(nn.Module):
@@ -99,11 +127,26 @@ def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
             f"{what}: {config.model_type} attends to later tokens, so it would be trained on what it sees; set "
             "is_decoder to true in its config.json, or take a causal model"
         )
-    check_vocabulary(config.get_text_config().vocab_size, vocab_size, key=f"{what}: its vocab_size")
+    _check_vocabulary(config, what, vocab_size)
     # For sizes that make no model, transformers may raise any kind of error.
     with converting(f"{what}: its config.json makes no model", Exception), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if os.path.lexists(Path(folder := local_folder(name_or_path)) / GENERATION):
+        broken = f"{what}: transformers does not read its {GENERATION}"
+        with private_copies(Path(folder), [GENERATION]) as private, converting(broken, Exception):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(private, local_files_only=True)
     return HFDecoder(model)
+
+
+def check_vocabulary_of(name_or_path: str, vocab_size: int) -> None:
+    """Raise ValueError if the model of a folder, or of a type, has fewer ids than `vocab_size`."""
+    transformers = import_optional("transformers", "model.kind=hf", "hf")
+    _check_vocabulary(_read_config(transformers, name_or_path), f"model.name_or_path={name_or_path}", vocab_size)
+
+
+def _check_vocabulary(config: Any, what: str, vocab_size: int | None) -> None:
+    more = "give the model more: resize_token_embeddings({}) and save_pretrained in transformers"
+    check_vocabulary(config.get_text_config().vocab_size, vocab_size, key=f"{what}: its vocab_size", more=more)
 
 
 def decoder_from(config: Mapping[str, Any]) -> HFDecoder:
@@ -114,6 +157,7 @@ def decoder_from(config: Mapping[str, Any]) -> HFDecoder:
     """
     transformers = import_optional("transformers", "merging adapters", "hf")
     found = dict(config)
+    check_numbers(f"config.json of a {found.get('model_type')}", found)
     with converting(f"config.json of a {found.get('model_type')}: it makes no model", Exception), torch.device("meta"):
         (architecture,) = found.pop("architectures")
         model = getattr(transformers, architecture)
@@ -121,15 +165,36 @@ def decoder_from(config: Mapping[str, Any]) -> HFDecoder:
             raise TypeError(f"{architecture} is no model")
         for key in ("attn_implementation", "_attn_implementation"):  # only shapes are needed, and some name other code
             found.pop(key, None)
-        return HFDecoder(model(transformers.AutoConfig.for_model(found.pop("model_type"), **found)))
+        kind = found.pop("model_type")
+        settings = model.config_class  # of models that transformers builds by their class alone, too
+        if getattr(settings, "model_type", None) != kind:
+            settings = type(transformers.AutoConfig.for_model(kind))
+        return HFDecoder(model(settings(**found)))
+
+
+def check_numbers(file: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number in a config.json that is larger than what its name stands for (`BOUNDS`) can be."""
+    todo: list[tuple[str, Any, int | None]] = [("", values, None)]
+    while todo:
+        path, value, most = todo.pop()
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                bound = next((most for pattern, most in BOUNDS if re.search(pattern, str(key).lower())), None)
+                todo.append((f"{path}.{key}" if path else str(key), inner, bound))
+        elif isinstance(value, (list, str)) and most == MOST_LAYERS and len(value) > most:
+            raise ValueError(f"{file}: {path} has {len(value)} entries: must be at most {most}")
+        elif isinstance(value, list):
+            todo += [(f"{path}[{index}]", inner, most) for index, inner in enumerate(value)]
+        elif most is not None and isinstance(value, (int, float)) and not value <= most:
+            raise ValueError(f"{file}: {path}={shown(value)}: must be a whole number up to {most}")
 
 
 def _check_sizes(config: Any, folder: Path) -> None:
     """Raise ValueError for an impossible size; transformers builds some models in spite of it."""
-    for key in SIZES:
+    for key, least in LEAST.items():
         value = getattr(config, key, None)
-        if isinstance(value, int) and not 1 <= value <= MOST:
-            raise ValueError(f"{folder / 'config.json'}: {key}={value}: must be a whole number from 1 to {MOST}")
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"{folder / 'config.json'}: {key}={value}: must be a whole number from {least} on")
     heads, kv_heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
         raise ValueError(
@@ -178,6 +243,10 @@ def _parsed_config(transformers: Any, setting: str, folder: Path) -> Any:
         "code from the folder is never run"
     )
     # For a broken file, transformers may raise any kind of error.
+    with converting(what, Exception):
+        values = json.loads(read_bytes(folder / CONFIG))
+    if isinstance(values, dict):  # anything else is refused by transformers
+        check_numbers(str(folder / CONFIG), values)
     with private_copies(folder, [CONFIG]) as private, converting(what, Exception):
         config = transformers.AutoConfig.from_pretrained(private, local_files_only=True, trust_remote_code=False)
     config.name_or_path = str(folder)

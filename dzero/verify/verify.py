@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dzero.comm.watchdog import Watchdog
 from dzero.config import CONF
 from dzero.errors import RunError, user_errors
 from dzero.launch.launcher import start
-from dzero.launch.watchdog import Watchdog
-from dzero.overrides import composed
+from dzero.overrides import composed, spelt_out, tell, typed_keys
 from dzero.plan.auto import resolve_auto
-from dzero.plan.run_layout import check_all_here, layout_of, workers_of
+from dzero.plan.run_layout import check_all_here, layout_of, settled, workers_of
 from dzero.utils.terminal import show
 from dzero.verify.compare import by_how_much, first_difference, gap
 from dzero.verify.config import VerifyRun
@@ -42,7 +42,11 @@ def verify(settings: Sequence[str]) -> int:
     """Verify these Hydra overrides; return 0 if the runs agree, 1 if they differ, 2 if they could not be compared."""
     try:
         asked = composed(settings, CONF, VerifyRun)
-        check_all_here([asked])
+        typed = typed_keys(spelt_out(settings))
+        check_all_here([asked], typed)
+        with user_errors():
+            asked, gave_way = settled(asked, typed)
+        tell(gave_way)
         run = resolve_auto(asked, settings)
         assert isinstance(run, VerifyRun)
         with tempfile.TemporaryDirectory(prefix="dzero-verify-") as folder:
@@ -106,7 +110,7 @@ class Verifier:
         with user_errors():
             trainer = Followed(rung.config, self._folder, self._device, self._layout, keep)
         if self._watch is not None:
-            self._watch.follow(trainer.sharded.ledger.collective_log)
+            self._watch.started()
         trace = trainer.follow(self._steps if keep is None else keep.step)
         del trainer
         gc.collect()  # the trainer is in reference cycles, and the next run needs its memory

@@ -99,7 +99,7 @@ def alone(folder: Path) -> RankConsensus:
 def save(saver: Saver, step: int, count: int) -> str | None:
     """A checkpoint of `count` bytes; its name. Raises CheckpointError."""
     part, tensor = entry("a", torch.full((count // 4,), float(step)))
-    saver.save(step, {"a": part}, lambda put: put("a", tensor), {})
+    saver.save(step, lambda: {"a": part}, lambda put: put("a", tensor), {})
     return saver.finish()
 
 
@@ -124,8 +124,8 @@ def free(path: Path) -> int:
 
 
 def mounted(folder: str) -> dict[str, Any]:
-    """A disk of 8 MiB in `small`, a read-only folder in `fixed`."""
-    small, fixed = Path(folder) / "small", Path(folder) / "fixed"
+    """Disks of 8 MiB in `small` and `kept`, a read-only folder in `fixed`."""
+    small, kept, fixed = (Path(folder) / name for name in ("small", "kept", "fixed"))
     seen: dict[str, Any] = {}
     with Saver(CheckpointConfig(folder=str(small), keep=1), alone(small)) as saver:
         save(saver, 1, 3 * MIB)
@@ -140,6 +140,14 @@ def mounted(folder: str) -> dict[str, Any]:
         os.truncate(small / "others", (small / "others").stat().st_size - 8192)
         seen["no room for the index"] = told(lambda: save(saver, 5, 4096))
         seen["latest then"] = latest(small)
+    with Saver(CheckpointConfig(folder=str(kept), keep=3), alone(kept)) as saver:
+        seen["kept"] = [save(saver, step, 3 * MIB) for step in (1, 2)]
+        seen["kept, no room"] = told(lambda: save(saver, 3, 3 * MIB))
+        lineage = saver._lineage
+        assert lineage is not None
+    with Saver(CheckpointConfig(folder=str(kept), keep=1), alone(kept)) as saver:
+        saver.claim(lineage.resumed(2), kept / "step_00000002")
+        seen["smaller keep"] = save(saver, 3, 3 * MIB), sorted(os.listdir(kept))
     return {"full": seen, "read_only": told(lambda: Saver(CheckpointConfig(folder=str(fixed)), alone(fixed)))}
 
 

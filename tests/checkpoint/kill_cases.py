@@ -98,7 +98,7 @@ def run_of(rank: int, folder: Path, store: str, start: int, name: str = "") -> C
             for step in count(start):
                 say(["begun", step])
                 part, tensor = entry("a", states(step), Box((rank * ROWS // RANKS, 0), (ROWS // RANKS, 301)))
-                saver.save(step, {"a": part}, lambda put, tensor=tensor: put("a", tensor), {})  # type: ignore[misc]
+                saver.save(step, lambda part=part: {"a": part}, lambda put, tensor=tensor: put("a", tensor), {})  # type: ignore[misc]
                 saver.finish()
                 say(["finished", step])
 

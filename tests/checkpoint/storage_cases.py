@@ -56,7 +56,7 @@ def recorded(rank: int, ranks: int, folder: Path) -> list[tuple[float, str, str]
             for step in (1, 2):
                 whole = torch.arange(60_000 * ranks, dtype=torch.float32) * step
                 part, tensor = entry("a", whole, Box((60_000 * rank,), (60_000,)))
-                saver.save(step, {"a": part}, lambda put, tensor=tensor: put("a", tensor), {})  # type: ignore[misc]
+                saver.save(step, lambda part=part: {"a": part}, lambda put, tensor=tensor: put("a", tensor), {})  # type: ignore[misc]
             saver.finish()
         agreement.close()
     finally:

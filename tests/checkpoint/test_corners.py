@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -37,6 +38,26 @@ def resumed_beside_saves(rank: int, ranks: int, folder: Path) -> list[int | None
 
 def test_resume_waits_for_a_save_that_is_under_way(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(resumed_beside_saves, 2, tmp_path / "checkpoints") == [[1, 2, 3, 4, 5]] * 2
+
+
+NUMBERS = {"best": math.inf, "worst": [-math.inf, {"none": math.nan}], "some": 1.5, "$float": "inf", "text": "nan"}
+
+
+def with_numbers(rank: int, ranks: int, folder: Path) -> str:
+    """What comes back of numbers that JSON lacks, in a group and beside the states."""
+    sharded = sharded_net(stage=1)
+    optim = AdamW(sharded)
+    optim.param_groups[0]["patience"] = math.inf
+    with Checkpointer(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+        checkpoints.save(1, NUMBERS)
+        optim.param_groups[0]["patience"] = 3
+        resumed = checkpoints.resume("auto")
+    assert resumed is not None
+    return repr((dict(sorted(resumed.extra.items())), optim.param_groups[0]["patience"]))
+
+
+def test_infinite_numbers_and_nan_come_back(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(with_numbers, 1, tmp_path / "checkpoints") == [repr((dict(sorted(NUMBERS.items())), math.inf))]
 
 
 def resumed_with_nothing(rank: int, ranks: int, folder: Path) -> list[str]:

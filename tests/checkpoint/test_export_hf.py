@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,28 +127,54 @@ def test_bf16_is_the_working_copy_to_the_bit(pool: Pool, tmp_path: Path, case: s
         assert torch.equal(got.view(torch.int16), value.view(torch.int16)), name
 
 
-def checkpoint_of(tmp_path: Path, tensors: dict[str, Tensor], **options: Any) -> Path:
-    described = {"kind": "llama", "config": json.dumps(llama_config(LLAMA.shape(VOCAB)))}
-    return by_hand.write(tmp_path / "ck", tensors, extra={"model": described}, **options)
+def small_config(vocab: int = 5, width: int = 10, layers: int = 0) -> dict[str, Any]:
+    """config.json of a llama with two embeddings and a norm, and a few layers or none."""
+    shape = ModelConfig(hidden_size=width, layers=1, heads=1, ffn_size=4 * width).shape(vocab)
+    return llama_config(shape) | {"num_hidden_layers": layers}
+
+
+def checkpoint_of(
+    tmp_path: Path, tensors: dict[str, Tensor], *, vocab: int = 5, width: int = 10, layers: int = 0, **options: Any
+) -> Path:
+    """A checkpoint of a small llama: `tensors`, and zeros for the embeddings and the norm that are not among them."""
+    sizes = {"embedding.weight": (vocab, width), "norm.weight": (width,), "head.weight": (vocab, width)}
+    there = {name.partition(".")[2] for name in tensors}
+    rest = {f"master.{name}": torch.zeros(size) for name, size in sizes.items() if name not in there}
+    described = {"kind": "llama", "config": json.dumps(small_config(vocab, width, layers))}
+    return by_hand.write(tmp_path / "ck", tensors | rest, extra={"model": described}, **options)
 
 
 def test_files_are_filled_to_the_size_that_was_asked_for(tmp_path: Path) -> None:
     safetensors_torch = pytest.importorskip("safetensors.torch")
-    drawn = {f"master.layers.{i}.ffn.up.weight": torch.randn(size, 10) for i, size in enumerate((10, 10, 10, 40, 5))}
-    out = exported(checkpoint_of(tmp_path, drawn, ranks=2), tmp_path / "out", "fp16", shard_bytes=400)
+    rows = {"attention_norm": 1, "ffn_norm": 1}
+    rows |= {f"attention.{name}": 10 for name in ("query", "key", "value", "out")}
+    rows |= {f"ffn.{name}": 40 for name in ("gate", "up")}
+    shapes = {f"layers.0.{name}.weight": (count, 10)[count == 1 :] for name, count in rows.items()}
+    shapes |= {"layers.0.ffn.down.weight": (10, 40), "embedding.weight": (5, 10), "head.weight": (5, 10)}
+    shapes |= {"norm.weight": (10,)}
+    drawn = {f"master.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    out = exported(checkpoint_of(tmp_path, drawn, ranks=2, layers=1), tmp_path / "out", "fp16", shard_bytes=400)
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    # 20 bytes a row: 10 + 10 rows, then 10, then 40, which are more than a file and so alone, then 5.
-    assert [*index["weight_map"].values()] == [f"model-0000{n}-of-00004.safetensors" for n in (1, 1, 2, 3, 4)]
-    assert index["metadata"] == {"total_size": 20 * (10 + 10 + 10 + 40 + 5)}
+    sizes: dict[str, list[int]] = {}
+    for name in sorted(drawn):  # as checkpoints have them
+        published = published_name("llama", name.removeprefix("master."))
+        file = index["weight_map"][published]
+        sizes.setdefault(file, []).append(safetensors_torch.load_file(out / file)[published].nbytes)
+    files = [*sizes.values()]
+    assert [*sizes] == [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    assert all(sum(file) <= 400 or len(file) == 1 for file in files)
+    assert all(sum(file) + after[0] > 400 for file, after in pairwise(files))
+    assert max(map(len, files)) > 1
+    assert index["metadata"] == {"total_size": 2 * sum(value.numel() for value in drawn.values())}
     assert {path.name for path in out.iterdir()} == {
         "config.json",
         "model.safetensors.index.json",
         *index["weight_map"].values(),
     }
-    for name, file in index["weight_map"].items():
-        number = int(name.split(".")[2])
-        want = drawn[f"master.layers.{number}.ffn.up.weight"].half()
-        assert torch.equal(safetensors_torch.load_file(out / file)[name], want)
+    for name, value in drawn.items():
+        published = published_name("llama", name.removeprefix("master."))
+        got = safetensors_torch.load_file(out / index["weight_map"][published])[published]
+        assert torch.equal(got, value.half())
     single = exported(tmp_path / "ck", tmp_path / "single", "fp16")
     assert {path.name for path in single.iterdir()} == {"config.json", "model.safetensors"}
     assert json.loads((single / "config.json").read_text())["dtype"] == "float16"
@@ -155,27 +182,34 @@ def test_files_are_filled_to_the_size_that_was_asked_for(tmp_path: Path) -> None
 
 def test_frozen_parameters_and_buffers_are_what_they_were(tmp_path: Path) -> None:
     safetensors_torch = pytest.importorskip("safetensors.torch")
-    frozen, counts = torch.randn(4, 3).bfloat16(), torch.arange(5)
+    frozen, counts = torch.randn(5, 10).bfloat16(), torch.arange(5)
     stored = {
-        "master.norm.weight": torch.randn(3),
-        "param.norm.weight": torch.randn(3).bfloat16(),  # what forward used with overlap=delayed: the master is newer
+        "master.norm.weight": torch.randn(10),
+        "param.norm.weight": torch.randn(10).bfloat16(),  # what forward used with overlap=delayed: the master is newer
         "param.head.weight": frozen,
         "buffer.layers.0.counts": counts,
-        "exp_avg.norm.weight": torch.randn(3),
+        "exp_avg.norm.weight": torch.randn(10),
     }
-    found = safetensors_torch.load_file(
-        exported(checkpoint_of(tmp_path, stored), tmp_path / "out", "fp32") / "model.safetensors"
-    )
-    assert found.keys() == {"model.norm.weight", "lm_head.weight", "model.layers.0.counts"}
+    with pytest.warns(UserWarning, match=r"no place for \('model.layers.0.counts',\), which are written too"):
+        out = exported(checkpoint_of(tmp_path, stored), tmp_path / "out", "fp32")
+    found = safetensors_torch.load_file(out / "model.safetensors")
+    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.0.counts"}
+    assert found.keys() == names
     assert torch.equal(found["model.norm.weight"], stored["master.norm.weight"])
     assert torch.equal(found["lm_head.weight"], frozen.float())
     assert torch.equal(found["model.layers.0.counts"], counts)
 
 
+def test_a_llama_is_exported_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    path = checkpoint_of(tmp_path, {"master.norm.weight": torch.randn(10)})
+    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]  # as where it is not installed
+    found = safetensors_torch.load_file(exported(path, tmp_path / "out", "fp32") / "model.safetensors")
+    assert found.keys() == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+
+
 def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoint_of(
-        tmp_path, {"master.norm.weight": torch.tensor([1.0, 7e4]), "master.head.weight": torch.ones(9)}
-    )
+    path = checkpoint_of(tmp_path, {"master.norm.weight": torch.tensor([1.0, 7e4] * 5)})
     out = tmp_path / "out"
 
     def refused(what: str, dtype: str = "bf16", **options: Any) -> None:
@@ -207,11 +241,11 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path, monkeypat
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
     """A plan of 2^50 bytes, which no disk here holds."""
-    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(9)})
+    path = checkpoint_of(tmp_path, {})
     with Checkpoint(path) as checkpoint:
         planned = plan(checkpoint, "bf16")
         (parts,) = planned.files.values()
-        huge = {name: exports.StoredBox(None, "F32", (1 << 48,), (0,), (1 << 48,), 0, 1 << 50) for name in parts}
+        huge = {min(parts): exports.StoredBox(None, "F32", (1 << 48,), (0,), (1 << 48,), 0, 1 << 50)}
         planned = exports.ExportPlan({"model.safetensors": huge}, planned.source, planned.texts)
         with pytest.raises(CheckpointError, match=r"1.00 PiB to write, .* free: free space, or choose another disk"):
             export(tmp_path / "out", planned)
@@ -230,7 +264,7 @@ def limited(on_limit: str, path: Path, out: Path) -> subprocess.CompletedProcess
 
 @pytest.mark.full
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100_000)})
+    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(10_000, 10)}, vocab=10_000)
     ended = limited("SIG_IGN", path, tmp_path / "out")
     assert ended.returncode == 1
     assert os.strerror(errno.EFBIG) in ended.stderr
@@ -240,7 +274,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 def test_an_export_that_is_killed_never_has_the_name_of_a_whole_one(tmp_path: Path) -> None:
-    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100_000)})
+    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(10_000, 10)}, vocab=10_000)
     assert limited("SIG_DFL", path, tmp_path / "out").returncode == -signal.SIGXFSZ
     assert {entry.name for entry in tmp_path.iterdir()} == {"ck", "out.partial"}
     with pytest.raises(CheckpointError, match=r"out.partial: it is there already, left by an export that was stopped"):
@@ -252,7 +286,7 @@ def layout(source: str, target: str, *operations: Any) -> dict[str, Any]:
     operation, dim = (*operations, 0)[:2] if operations else (None, 0)
     steps = [] if operation is None else [{"operation": operation, "dim": dim}]
     conversion = {"sources": [source], "targets": [target], "steps": steps}
-    return {"model": {"kind": "bare", "config": "{}", "layout": [conversion]}}
+    return {"model": {"kind": "bare", "config": json.dumps(small_config()), "layout": [conversion]}}
 
 
 def test_a_checkpoint_that_tells_no_model_or_another_is_refused(tmp_path: Path) -> None:
@@ -280,6 +314,7 @@ def test_a_checkpoint_that_tells_no_model_or_another_is_refused(tmp_path: Path) 
 PEAK = """
 import sys
 from pathlib import Path
+from transformers import LlamaForCausalLM
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.export_hf import export, plan
 from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
@@ -293,8 +328,8 @@ print(peak_rss_bytes() - before)
 
 def test_the_peak_of_memory_is_less_than_one_tensor(tmp_path: Path) -> None:
     """Two of 256 MiB: blocks that are read (4 and 2 kept of 16 MiB), and 4 MiB of a tensor in a few forms."""
-    tensors = {f"master.layers.{i}.ffn.up.weight": torch.full((16384, 4096), float(i)) for i in range(2)}
-    path = checkpoint_of(tmp_path, tensors, block_bytes=16 << 20)
+    tensors = {f"master.{name}.weight": torch.full((16384, 4096), 1.0) for name in ("embedding", "head")}
+    path = checkpoint_of(tmp_path, tensors, vocab=16384, width=4096, block_bytes=16 << 20)
     line = [sys.executable, "-c", PEAK, str(path), str(tmp_path / "out")]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
@@ -303,11 +338,11 @@ def test_the_peak_of_memory_is_less_than_one_tensor(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_the_latest_and_tells_what_it_wrote(tmp_path: Path) -> None:
-    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100, 10)})
+    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100, 10)}, vocab=100)
     line = ["export", path, tmp_path / "out", "--dtype", "fp16"]
     ended = dzero(*line)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == f"{tmp_path / 'out'}: 1 tensors, 1.95 KiB of fp16 in 1 files\n"
+    assert ended.stdout == f"{tmp_path / 'out'}: 3 tensors, 3.93 KiB of fp16 in 1 files\n"
     ended = dzero(*line)
     assert ended.returncode == 1
     assert ended.stderr.startswith(f"error: {tmp_path / 'out'}: it is there already")

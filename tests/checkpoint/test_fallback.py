@@ -217,11 +217,28 @@ def resealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest.write_bytes(seal(body)[0])
 
 
+def in_group(**settings: Any) -> Callable[[dict[str, Any]], object]:
+    """Return what gives the first group other settings."""
+    return lambda state: state["optim"]["groups"][0].update(settings)
+
+
+def steps(state: dict[str, Any]) -> None:
+    """Give every parameter a number of updates that none has made."""
+    for of_param in state["optim"]["states"].values():
+        of_param["step"] = -5
+
+
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "state.optim": (lambda state: state.update(optim=[]), "Expected `object`, got `array`"),
     "state.optim.groups[0].params": (lambda state: state["optim"]["groups"][0].update(params=3), "Expected `array`"),
     "state.optim.skipped_steps": (lambda state: state["optim"].update(skipped_steps="1"), "Expected `int`, got `str`"),
     "state.optim.scaler": (lambda state: state["optim"].update(scaler={"scale": 1}), "no scale of a loss"),
+    "state.optim.groups[0]: betas=[5, 5]": (in_group(betas=[5, 5]), "pass two numbers in [0, 1)"),
+    "state.optim.groups[0]: lr=-1.0": (in_group(lr=-1.0), "pass a number that is not negative"),
+    "state.optim.groups[0]: lr=1e+308": (in_group(lr=1e308), "pass a number up to 1e+06"),
+    "state.optim.groups[0]: weight_decay=1e+300": (in_group(weight_decay=1e300), "pass a number up to 1e+06"),
+    "state.optim.groups[0]: eps='x'": (in_group(eps="x"), "pass a number up to 1e+06"),
+    "state.optim.states": (steps, "has step=-5, no count of updates"),
     "state": (lambda state: state.pop("extra"), "missing required field `extra`"),
     "state.extra": (lambda state: state.update(extra=7), "Expected `object`, got `int`"),
     "state.extra.stream": (lambda state: state["extra"].update(stream="s"), "Expected `object`, got `str`"),

@@ -6,14 +6,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from pool import Pool
+from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from dzero import AdamW, CheckpointConfig, Checkpointer, shard
+from dzero.checkpoint import saver
 from dzero.checkpoint.errors import CheckpointError, RankUnavailable
 from dzero.checkpoint.rank_consensus import RankConsensus
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.store import CheckpointStore
 from dzero.mesh import make_mesh, timeout_of_ranks
 
 TIMEOUT_S = 1.5
@@ -89,3 +96,33 @@ def timeouts(rank: int, ranks: int) -> list[timedelta]:
 def test_the_groups_of_a_mesh_wait_as_long_as_the_default_group(pool: Pool) -> None:
     for found in pool.run(timeouts, 4):
         assert found == [timedelta(seconds=TIMEOUT_S)] * 2
+
+
+def saved_faster_than_written(rank: int, ranks: int, folder: Path) -> list[int]:
+    """Save two steps, while rank 0 takes long between what ranks agree on; steps that are there and whole."""
+    really = saver.Manifest
+
+    def late(*args: Any) -> Any:
+        time.sleep(4)
+        return really(*args)
+
+    sharded = shard(nn.BatchNorm1d(4), stage=2, precision="fp32")
+    with (
+        mock.patch.object(saver, "Manifest", late if rank == 0 else really),
+        Checkpointer(CheckpointConfig(folder=str(folder)), sharded, AdamW(sharded)) as checkpoints,
+    ):
+        for step in (1, 2):
+            checkpoints.save(step, extra={})
+            time.sleep(2)  # the other rank is through with the first, unless rank 0 must tell it something
+    steps = []
+    for name in CheckpointStore(folder).names():
+        with Checkpoint(folder / name) as checkpoint:
+            assert sum(checkpoint.verify()) > 0
+            steps.append(checkpoint.manifest.step)
+    return steps
+
+
+def test_what_a_save_asks_the_ranks_waits_for_the_save_before(pool: Pool, tmp_path: Path) -> None:
+    """Else what one rank asks for the second save meets what another does for the first."""
+    for steps in pool.run(saved_faster_than_written, 2, tmp_path):
+        assert sorted(steps) == [1, 2]

@@ -38,7 +38,8 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs a user namespace (unshare -rm)")
     folder = tmp_path_factory.mktemp("mounted")
-    mounts = f"cd {folder}; mkdir small fixed; mount -t tmpfs -o size=8m none small; touch fixed/.lock"
+    mounts = f"cd {folder}; mkdir small kept fixed; touch fixed/.lock"
+    mounts += "; for disk in small kept; do mount -t tmpfs -o size=8m none $disk; done"
     mounts += "; mount --bind fixed fixed; mount -o remount,bind,ro fixed"
     return folder, case("mounted", folder, before=mounts)
 
@@ -56,6 +57,14 @@ def test_a_full_disk_is_told_the_part_is_given_back_and_the_checkpoint_before_st
     assert seen["no room"] == f"{folder}/step_00000004.partial/{data_name(0)}: {repair}"
     assert seen["no room for the index"] == f"{folder}/step_00000005.partial/{index_name(0)}: {repair}"
     assert seen["latest then"] == 3.0
+
+
+def test_after_a_full_disk_a_smaller_keep_makes_room_before_the_save(mounted: tuple[Path, dict[str, Any]]) -> None:
+    """What would be removed after it goes first; before, the restart failed as the run had."""
+    seen = mounted[1]["full"]
+    assert seen["kept"] == ["step_00000001", "step_00000002"]
+    assert "No space left on device" in seen["kept, no room"]
+    assert seen["smaller keep"] == ["step_00000003", [".lock", LATEST, "step_00000003"]]
 
 
 def test_a_read_only_folder_is_told(mounted: tuple[Path, dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pool import Pool
+from pool import Pool, WorkerError
 from small_runs import Told, settled, train, write_text
 
 from dzero.plan.run_layout import workers_of
@@ -84,3 +84,18 @@ def test_saving_changes_nothing(pool: Pool, tmp_path: Path, text: Path, line: st
     common = settings_of(line, tmp_path)
     saved = run(pool, tmp_path, text, *common, "checkpoint.every=1", f"checkpoint.folder={tmp_path}/saved")
     assert run(pool, tmp_path, text, *common) == saved
+
+
+def test_a_setting_of_the_update_rule_is_changed_by_name_or_refused(pool: Pool, tmp_path: Path, text: Path) -> None:
+    common = ["zero.stage=2", "data.held_out=0", "launch.workers=2", "schedule.kind=constant"]
+    saves = ["checkpoint.every=2", f"checkpoint.folder={tmp_path}/saved", "checkpoint.keep=9"]
+    run(pool, tmp_path, text, *common, *saves, "train.steps=2", "optim.lr=1e-3")
+    again = [*common, f"resume={tmp_path}/saved/step_00000002", "train.steps=4", "optim.lr=2e-3"]
+    with pytest.raises(
+        WorkerError, match=r"optim\.lr was 0\.001, is 0\.002: to change it, add resume\.override=\[optim\.lr\]"
+    ):
+        run(pool, tmp_path, text, *again)
+    changed = run(pool, tmp_path, text, *again, "resume.override=[optim.lr]")
+    kept = run(pool, tmp_path, text, *again[:-1], "optim.lr=1e-3")
+    assert changed[0].losses[0] == kept[0].losses[0]
+    assert changed[0].losses[1] != kept[0].losses[1]

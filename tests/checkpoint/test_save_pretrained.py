@@ -110,6 +110,60 @@ def test_a_parameter_without_dimensions_is_written_without(pool: Pool, tmp_path:
     assert transformers.CLIPModel.from_pretrained(tmp_path / "out").logit_scale.item() == pytest.approx(2.6592)
 
 
+def given_whole(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+    """Save whole values by the models' own save_pretrained, as scripts for FSDP do; return the logits."""
+    found = {}
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    models = {"model": model_of("gpt2"), "adapter": peft.get_peft_model(model_of("llama"), settings)}
+    for name, model in models.items():
+        sharded = dzero.shard(model.eval(), stage=3, precision="fp32")
+        shards = sharded.model.state_dict()
+        values = {key: whole(value).clone() for key, value in shards.items()}
+        sharded.model.save_pretrained(folder / name, is_main_process=rank == 0, state_dict={**values})
+        with pytest.raises(ValueError, match=r"is a shard; give value.full_tensor\(\) in its place"):
+            sharded.model.save_pretrained(folder / "other", state_dict=shards)
+        key = max(values, key=lambda each: values[each].dim())
+        with pytest.raises(ValueError, match=f"{key} has shape .* give whole values"):
+            sharded.model.save_pretrained(folder / "other", state_dict=values | {key: values[key][:1]})
+        with torch.no_grad():
+            found[name] = sharded.model(tokens()).logits
+    return found
+
+
+def test_whole_values_are_saved_by_the_models_own_method(pool: Pool, tmp_path: Path) -> None:
+    want = pool.run(given_whole, 2, tmp_path)[0]
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "adapter"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(model(tokens()).logits, want["model"])
+    tuned = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "adapter")
+    assert torch.equal(tuned(tokens()).logits, want["adapter"])
+
+
+def generating(rank: int, ranks: int, folder: Path) -> None:
+    """Save a model with settings of generation, and resize its embedding."""
+    model: Any = model_of("llama")
+    model.generation_config.update(max_new_tokens=7, do_sample=True, temperature=0.5)
+    sharded = dzero.shard(model, stage=3)
+    dzero.save_pretrained(sharded, folder / "out")
+    resized: Any = sharded.model
+    assert resized.resize_token_embeddings(VOCAB) is resized.get_input_embeddings()
+    with pytest.raises(RuntimeError, match=rf"^resize_token_embeddings\(64\) of a sharded model with {VOCAB} rows"):
+        resized.resize_token_embeddings(VOCAB, pad_to_multiple_of=32)
+    extra = {"model": dzero.describe(sharded.model)}
+    checkpoints = dzero.CheckpointConfig(folder=str(folder / "checkpoints"))
+    with dzero.Checkpointer(checkpoints, sharded, dzero.AdamW(sharded)) as saving:
+        saving.save(1, extra)
+        saving.finish()
+
+
+def test_settings_of_generation_are_exported_and_no_embedding_is_resized(pool: Pool, tmp_path: Path) -> None:
+    pool.run(generating, 2, tmp_path)
+    command("export", tmp_path / "checkpoints", tmp_path / "exported")
+    for name in ("out", "exported"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).generation_config
+        assert (found.max_new_tokens, found.do_sample, found.temperature) == (7, True, 0.5)
+
+
 def own_checkpoint(rank: int, ranks: int, folder: Path) -> None:
     sharded, optim = trained("llama")
     with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:

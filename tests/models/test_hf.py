@@ -205,7 +205,7 @@ def test_names_that_are_no_causal_lm_are_refused(tmp_path: Path) -> None:
     transformers.ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"ViTConfig is no causal LM"):
         build(ModelConfig(kind="hf", name_or_path=str(tmp_path)))
-    with pytest.raises(ValueError, match=r"gpt2: its vocab_size=50257: the data has ids up to 99999"):
+    with pytest.raises(ValueError, match=r"gpt2: its vocab_size=50257: the tokenizer or the data has ids up to 99999"):
         build(ModelConfig(kind="hf", name_or_path="gpt2"), vocab_size=100_000)
 
 

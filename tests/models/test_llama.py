@@ -191,7 +191,10 @@ def test_false_and_zero_of_the_other_kind_are_settings_too() -> None:
 @pytest.mark.parametrize(
     ("make_shape", "message"),
     [
-        (lambda: ModelConfig(**TINY, vocab_size=100).shape(256), "model.vocab_size=100: the data has ids up to 255"),
+        (
+            lambda: ModelConfig(**TINY, vocab_size=100).shape(256),
+            "model.vocab_size=100: the tokenizer or the data has ids",
+        ),
         (lambda: ModelConfig(**TINY).shape(None), "set model.vocab_size"),
     ],
 )
