@@ -13,9 +13,12 @@ a pipeline begin different collectives: there the rank that computes, or hangs, 
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import TracebackType
@@ -70,39 +73,57 @@ class CollectiveLog:
 
     Attributes:
         check: Whether to compare every collective with the other ranks' before it moves data.
-        failed: Whether a collective raised, because other ranks are gone, hang, or run something else.
         is_pipeline: Whether this rank runs stages of a pipeline.
         moves: Whether this rank waits for transfers between stages.
+        transfers: How many times it has done so.
         is_waiting: Whether this rank waits inside a collective.
         count: Number of collectives begun so far.
         checksum: 32-bit checksum of the step's collectives, which fp64 represents exactly.
         device: Device on which collectives are enqueued, so that the host continues; None if the host waits for them.
         step: The step's collectives and notes.
+        explain: Called with the error of a collective; raises one that says which ranks are missing, if it knows.
+        beside: What the rank waits for beside collectives, and the thread that does; None: nothing.
     """
 
     def __init__(self) -> None:
-        self.check = self.failed = self.is_pipeline = self.moves = self.is_waiting = False
-        self.count = self.checksum = 0
+        self.check = self.is_pipeline = self.moves = self.is_waiting = False
+        self.count = self.checksum = self.transfers = 0
         self.device: torch.device | None = None
         self._behind: streams.Event = None  # after the last collective
-        self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
+        self._last: tuple[int, Collective, float] | None = None  # one object, so that other threads read all or none
         self.step: deque[Collective | str] = deque(maxlen=KEPT)
+        self.explain: Callable[[Exception], None] = lambda error: None
+        self.beside: tuple[str, int] | None = None
+        self._model = ""
+
+    def belong_to(self, number: int) -> None:
+        """Tell this model's collectives from those of models that were sharded on the same ranks before it."""
+        if number > 1:
+            self._model = f" of model {number}"
+            self.note(f"the step{self._model}")
 
     @property
     def at(self) -> tuple[int, str]:
         """Number and description of the collective that this rank began last; thread-safe."""
-        count, collective = self._last or (0, "before its first collective")
-        return count, f"#{count} {collective}" if count else str(collective)
+        if self._last is None:
+            return 0, "before its first collective"
+        count, collective, _ = self._last
+        return count, f"#{count} {collective}{self._model}"
+
+    @property
+    def begun_s(self) -> float:
+        """When the last collective began, by the monotonic clock; 0 before the first. Thread-safe."""
+        return 0.0 if self._last is None else self._last[-1]
 
     def within(self, collective: Collective, group: dist.ProcessGroup) -> Waiting:
         """Log a collective that begins now; run code that may wait for other ranks in the returned context."""
         self.count += 1
         self.step.append(collective)
-        self._last = self.count, collective
+        self._last = self.count, collective, time.monotonic()
         self.checksum = zlib.crc32(collective.encoded, self.checksum)
         if self.check:
             with self.waiting():
-                self._check(collective, group)
+                self._check(group)
         return self.waiting()
 
     def note(self, what: str) -> None:
@@ -113,6 +134,15 @@ class CollectiveLog:
     def waiting(self) -> Waiting:
         """Return a context in which this rank waits for others."""
         return Waiting(self)
+
+    @contextmanager
+    def waiting_beside(self, what: str) -> Iterator[None]:
+        """Context in which this thread waits for other ranks, but not in a collective of training."""
+        self.beside = what, threading.get_ident()
+        try:
+            yield
+        finally:
+            self.beside = None
 
     @property
     def waits(self) -> bool:
@@ -133,9 +163,11 @@ class CollectiveLog:
         """Forget the step's collectives; their numbers continue."""
         self.step.clear()
         self.checksum = 0
+        if self._model:
+            self.note(f"the step{self._model}")
 
-    def _check(self, collective: Collective, group: dist.ProcessGroup) -> None:
-        said = gather_texts(f"#{self.count} {collective}", group)
+    def _check(self, group: dist.ProcessGroup) -> None:
+        said = gather_texts(self.at[1], group)
         if any(each != said[0] for each in said):
             raise RuntimeError(f"ranks begin different collectives:\n{by_rank(said, group)}")
 
@@ -150,7 +182,7 @@ class CollectiveLog:
 
 
 class Waiting:
-    """Context in which the rank of a `CollectiveLog` waits for others; an exception inside marks the log as failed."""
+    """Context in which the rank of a `CollectiveLog` waits for others; an exception inside is explained."""
 
     __slots__ = ("_before", "_collective_log")
 
@@ -166,7 +198,7 @@ class Waiting:
         self._collective_log.is_waiting = self._before
         self._collective_log.enqueued()
         if isinstance(error, Exception):
-            self._collective_log.failed = True
+            self._collective_log.explain(error)
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:

@@ -14,6 +14,7 @@ def swap(
     send: Sequence[torch.Tensor],
     receive: Sequence[torch.Tensor],
     ranks: Iterable[int] | None = None,
+    lane: int | None = None,
 ) -> list[dist.Work]:
     """Start sending `send[r]` to each peer r and receiving `receive[r]` from it; wait for the returned works.
 
@@ -24,6 +25,7 @@ def swap(
         send: Tensors by rank.
         receive: Tensors by rank, overwritten.
         ranks: Ranks that exchange; None: all of the group.
+        lane: Number of the lane (`mesh.lane_of`), in a group of lanes; None in any other group.
     """
     rank = group.rank()
     peers = [peer for peer in (range(group.size()) if ranks is None else ranks) if peer != rank]
@@ -31,12 +33,12 @@ def swap(
         works = []
         for peer in peers:
             if (tensor := receive[peer]).numel():
-                works.append(group.recv([tensor], peer, _tag(tensor)))
+                works.append(group.recv([tensor], peer, _tag(tensor, lane)))
             if (tensor := send[peer]).numel():
-                works.append(group.send([tensor], peer, _tag(tensor)))
+                works.append(group.send([tensor], peer, _tag(tensor, lane)))
         return works
     ops = [
-        dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=_tag(tensor))
+        dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=_tag(tensor, lane))
         for peer in peers
         for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer]))
         if tensor.numel()
@@ -44,12 +46,14 @@ def swap(
     return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
-def _tag(tensor: torch.Tensor) -> int:
-    """Return a tag by size, so that messages of different sizes never match.
+def _tag(tensor: torch.Tensor, lane: int | None) -> int:
+    """Return a tag by size, so that messages of different sizes never match, and by lane.
 
     On a mismatch gloo would end one rank's process and give the other rank a part of the message.
     """
-    return tensor.nbytes & 0x7FFFFFFF
+    if lane is None:
+        return tensor.nbytes & 0x7FFFFFFF
+    return (lane & 0xFF) << 23 | tensor.nbytes & 0x7FFFFF
 
 
 class Chained(dist.Work):

@@ -141,10 +141,12 @@ def _run(request: Fork, sending: Connection, output: int | None, warm_pid: int) 
             os.dup2(output, 1)
             os.dup2(output, 2)
         os.environ.update(request.env)
-        found(request.function)(*request.args, sending.send)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        try:
+            found(request.function)(*request.args, sending.send)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        gc.collect()  # what the interpreter would release at its end, such as directories of scratch space
     except BaseException:
         traceback.print_exc()
     finally:

@@ -7,7 +7,7 @@ run ended; it does not import torch. Under torchrun (RANK is set) nothing is lau
     a worker raises            its traceback, once; for   The worker reports before it leaves the group. The earliest
                                RunError its message       report is the cause. The others have `LEAVE_S` to leave.
     a worker is killed         its rank and the signal    The same.
-    a worker hangs             its rank, and where all    The others report (`launch/watchdog.py`), and the launcher
+    a worker hangs             its rank, and where all    The others report (`comm/watchdog.py`), and the launcher
                                ranks are                  kills it.
     Ctrl-C, SIGTERM,           the signal, and what was   The signal is passed on (the last two as SIGTERM). Workers
     SIGHUP, SIGQUIT            saved                      that can save finish the step first (`launch/signals.py`).

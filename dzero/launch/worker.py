@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -60,10 +61,23 @@ def join(entry: Entry, config: Any, run_folder: Path) -> None:
 
 
 def host_store(address: str, say: Callable[[int], None]) -> None:
-    """Host the rendezvous store for the workers of this machine and send its port; runs until it is killed."""
+    """Host the rendezvous store for the workers of this machine and send its port; runs until it is killed.
+
+    It listens at `address` only: torch by itself lets everyone who reaches the machine read and write it.
+    """
     for number in PASSED_ON:  # it runs while any worker needs it, then the launcher kills it
         signal.signal(number, signal.SIG_IGN)
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(days=1),
+        master_listen_fd=listening.detach(),
+    )
     say(store.port)
     while True:
         signal.pause()

@@ -5,42 +5,26 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 from small_runs import ROOT, write_text
 from train_runs import TORCHRUN, Run, running
-
-NODES = ("10.77.0.1", "10.77.0.2")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+from two_nodes import NODES, two_nodes
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[str]]:
-    """The names of two namespaces; each has one interface, `eth0`, on the same wire."""
-    names = [f"dzero{os.getpid()}{letter}" for letter in "ab"]
-    try:
-        ip("netns", "add", names[0])
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces are not permitted here: {error}")
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name, address in zip(names, NODES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
+def nodes() -> Iterator[tuple[str, str]]:
+    """The names of two namespaces."""
+    with ExitStack() as stack:
+        try:
+            names = stack.enter_context(two_nodes())
+        except OSError as error:
+            pytest.skip(str(error))
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 def command(address: str, *, first: bool, ranks: int) -> list[str]:
@@ -55,7 +39,7 @@ SETTINGS = ["zero.stage=3", "checkpoint.every=10", "resume=auto"]
 
 
 def test_the_guide_shows_the_commands_that_are_run_here() -> None:
-    said = (ROOT / "docs" / "guides" / "faults.md").read_text().replace(" \\\n", " ").split()
+    said = (ROOT / "docs" / "guides" / "nodes.md").read_text().replace(" \\\n", " ").split()
     assert OWN_STORE in said
     for first in (True, False):
         for word in command(NODES[1 - first], first=first, ranks=8) + SETTINGS:
@@ -63,7 +47,7 @@ def test_the_guide_shows_the_commands_that_are_run_here() -> None:
 
 
 @pytest.mark.full
-def test_a_node_that_is_killed_comes_back_and_both_go_on(nodes: list[str], tmp_path: Path) -> None:
+def test_a_node_that_is_killed_comes_back_and_both_go_on(nodes: tuple[str, str], tmp_path: Path) -> None:
     text = write_text(tmp_path / "words.txt")
     settings = [*SETTINGS, "train.steps=60", f"checkpoint.folder={tmp_path / 'shared'}"]
 

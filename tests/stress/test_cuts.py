@@ -1,0 +1,97 @@
+"""Nodes that are cut off each other: every rank ends within the timeout, and says what it knows.
+
+DZERO_CUTS=20 pytest -m slow tests/stress/test_cuts.py      writes benchmarks/results/cut_links.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cut_links import CUTS, GRACE_S, PROGRAMS, TIMEOUT_S, Rank, measure, running
+from rows import count, write_row
+from small_runs import ROOT
+from two_nodes import WIRES, ip, two_nodes
+
+from dzero.comm.watchdog import LIMIT
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def permitted() -> None:
+    try:
+        with two_nodes():
+            pass
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("program", PROGRAMS[::-1])
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_rank_that_is_cut_off_ends_within_the_timeout_whatever_the_store_does(
+    program: str, kind: str, tmp_path: Path
+) -> None:
+    longest_s, said = measure(kind, program, 2, tmp_path / "run")
+    print(f"the last rank ended after {longest_s:.1f} s")
+    assert longest_s < TIMEOUT_S + 3 * GRACE_S, said  # the other two are for a crowded machine; the row has none
+    for text in said:
+        assert "got no answer in " in text
+        assert ("gives no sign of life" in text) or ("the store of the ranks at " in text), text
+
+
+def pull(nodes: tuple[str, str], wire: str, state: str) -> None:
+    ip("-n", nodes[1], "link", "set", wire, state)
+
+
+@pytest.mark.full
+def test_a_cut_of_the_network_for_data_alone_is_told_and_ends_at_the_limit(tmp_path: Path) -> None:
+    """The store answers, so every rank knows that the others are there; the process group has torch's own timeout."""
+    with two_nodes() as nodes, running(nodes, "own loop", 2, tmp_path / "run", 0, WIRES[1]) as (ranks, _):
+        pull(nodes, WIRES[1], "down")
+        began_s = time.monotonic()
+        while not all(map(Rank.has_ended, ranks)) and time.monotonic() < began_s + LIMIT.total_seconds() + 60:
+            time.sleep(0.1)
+        lived_s, said = time.monotonic() - began_s, "".join(rank.log.read_text() for rank in ranks)
+    print(f"the last rank ended after {lived_s:.1f} s")
+    assert LIMIT.total_seconds() <= lived_s < LIMIT.total_seconds() + 3 * GRACE_S, said
+    notes = [int(seconds) for seconds in re.findall(r" for (\d+) s: every rank is there", said)]
+    assert notes, said
+    assert min(notes) <= 10, said
+    assert "within 120 s: every rank is there" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_cut_that_heals_within_the_timeout_costs_nothing(wire: str, tmp_path: Path) -> None:
+    """Of the network of both the store and the data, or of the latter alone."""
+    with two_nodes() as nodes, running(nodes, "own loop", 2, tmp_path / "run", 30, wire) as (ranks, _):
+        for _ in range(2):
+            pull(nodes, wire, "down")
+            time.sleep(6)
+            before = [rank.steps() for rank in ranks]
+            pull(nodes, wire, "up")
+            until_s = time.monotonic() + 30
+            while any(rank.steps() < done + 5 for rank, done in zip(ranks, before, strict=True)):
+                assert time.monotonic() < until_s, "".join(rank.log.read_text() for rank in ranks)
+                time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_many_cuts(tmp_path: Path) -> None:
+    cuts = count("CUTS", 20)
+    path = ":".join(map(str, [ROOT, ROOT / "tests" / "support", HERE]))
+    command = [sys.executable, str(HERE / "cut_links.py"), str(tmp_path / "runs"), str(cuts)]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
+    row = json.loads(run.stdout.splitlines()[-1])
+    question = "How long does a rank live on that is cut off the others, with a timeout of 8 s?"
+    asked = f"DZERO_CUTS={cuts} pytest -m slow tests/stress/test_cuts.py"
+    write_row("cut_links", {"question": question, "command": asked, "cuts_each": cuts, **row})
+    assert row["wrong"] == []

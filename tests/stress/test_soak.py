@@ -1,0 +1,65 @@
+"""What a process has more of after ten thousand steps, or after it made the same thing hundreds of times: nothing.
+
+DZERO_STEPS=10000 DZERO_CYCLES=300 pytest -m slow tests/stress/test_soak.py
+                                                writes benchmarks/results/soak.json and soak_cycles.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_anew import KINDS, cycles, resources
+from made_anew import WHAT as OF_CYCLES
+from pool import Pool
+from rows import WAYS, count, per_1000, words, write_row
+from small_runs import ROOT
+
+HERE = Path(__file__).parent
+SOAKED = ("stage 0, device", "stage 2, host", "stage 3, everything on disk")
+MOST_RSS_MIB = 0.5
+
+
+@pytest.mark.slow
+def test_nothing_grows_in_ten_thousand_steps(tmp_path: Path) -> None:
+    steps = count("STEPS", 10_000)
+    path = ":".join(map(str, [ROOT, ROOT / "tests" / "support", ROOT / "tests" / "checkpoint", HERE]))
+    found = {}
+    for number, way in enumerate(SOAKED):
+        (disk := tmp_path / str(number) / "disk").mkdir(parents=True)
+        command = [sys.executable, str(HERE / "soak.py"), str(disk.parent / "run"), str(steps), *words(way, disk)]
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        found[WAYS[way]] = json.loads(run.stdout.splitlines()[-1])["per_1000_steps"]
+    question = "What has a process more of per 1,000 steps, in the last quarter of a long run?"
+    asked = f"DZERO_STEPS={steps} pytest -m slow tests/stress/test_soak.py"
+    write_row("soak", {"question": question, "command": asked, "steps": steps, "per_1000_steps": found})
+    for way, grown in found.items():
+        assert grown.pop("rss_mib") <= MOST_RSS_MIB, way
+        assert max(grown.values()) <= 0.01, way
+
+
+def grown(rank: int, ranks: int, kind: str, number: int, folder: Path) -> dict[str, float]:
+    """What this rank has more of per 1,000 cycles, in the last quarter."""
+    found = [resources(folder) for _ in cycles(kind, number, folder)]
+    columns = zip(*found, strict=True)
+    return {what: per_1000(range(1, number + 1), each) for what, each in zip(OF_CYCLES, columns, strict=True)}
+
+
+@pytest.mark.slow
+def test_nothing_grows_in_hundreds_of_cycles(pool: Pool, tmp_path: Path) -> None:
+    number, found = count("CYCLES", 300), {}
+    for kind in KINDS:
+        (folder := tmp_path / str(len(found))).mkdir()
+        ranks = pool.run(grown, 2, kind, number, folder, timeout_s=3600)
+        found[kind] = {what: round(max(rank[what] for rank in ranks), 3) for what in OF_CYCLES}
+    question = "What has a process more of per 1,000 times that it makes something, in the last quarter?"
+    asked = f"DZERO_CYCLES={number} pytest -m slow tests/stress/test_soak.py"
+    write_row("soak_cycles", {"question": question, "command": asked, "cycles": number, "per_1000_cycles": found})
+    for kind, more in found.items():
+        assert more.pop("rss_mib") <= MOST_RSS_MIB, kind
+        assert max(more.values()) <= 0.01, kind
