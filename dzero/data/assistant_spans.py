@@ -39,6 +39,10 @@ class TemplateSyntaxError(TemplateError):
     """Error in the text of a chat template, which is the same for every conversation."""
 
 
+class TemplateTooSlow(TemplateError):
+    """A chat template that takes too long, for too many conversations to go on with others."""
+
+
 def assistant_spans(
     render: Render, messages: Sequence[Message], first: int, special: Sequence[str]
 ) -> tuple[str, list[Span]]:

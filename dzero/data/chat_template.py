@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,13 +29,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dzero.data.assistant_spans import Span, TemplateError, TemplateSyntaxError
+from dzero.data.assistant_spans import Span, TemplateError, TemplateSyntaxError, TemplateTooSlow
 from dzero.data.conversations import Conversation
 from dzero.data.model_tokenizer import read_model_tokenizer
 from dzero.data.template_process import TemplateProcess, TemplateSettings
 from dzero.errors import in_short
 
 LOSS_ON = ("assistant", "completion", "all")
+BATCH_S = 5.0
 FORMAT = 1
 """Version of the encoding: raise it when the same conversation gives other tokens or another mask."""
 VERSIONS = ("transformers", "tokenizers", "jinja2")
@@ -107,15 +109,24 @@ class ChatEncoder:
             raise encoded
         return encoded
 
-    def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedSample | ValueError]:
-        """Return for each conversation its sample, or the error that keeps it from being encoded.
+    def encode_batch(
+        self, conversations: Sequence[Conversation], *, stop: bool = False
+    ) -> list[EncodedSample | ValueError]:
+        """Return for each of the first conversations its sample, or the error that keeps it from being encoded.
 
-        The batch is tokenized at once, on the tokenizer's own threads.
+        These are all, or as many as `BATCH_S` allows, and with `stop` none behind the first error. They are tokenized
+        at once, on the tokenizer's own threads.
 
         Raises:
-            ValueError: The template is missing or has an error of syntax, which no other conversation can change.
+            ValueError: The template is missing, has an error of syntax, or takes too long for several conversations,
+                which no other conversation can change.
         """
-        results: list[Any] = [self._text_or_error(conversation) for conversation in conversations]
+        results: list[Any] = []
+        until_s = time.monotonic() + BATCH_S
+        for conversation in conversations:
+            results.append(self._text_or_error(conversation))
+            if (stop and isinstance(results[-1], ValueError)) or time.monotonic() > until_s:
+                break
         where = [index for index, each in enumerate(results) if isinstance(each, _Text)]
         for index, sample in zip(where, self._samples([results[index] for index in where]), strict=True):
             results[index] = sample
@@ -132,7 +143,7 @@ class ChatEncoder:
     def _text_or_error(self, conversation: Conversation) -> _Text | TemplateError:
         try:
             return self._text(conversation)
-        except TemplateSyntaxError as error:
+        except (TemplateSyntaxError, TemplateTooSlow) as error:
             raise ValueError(f"{self.name}: {error}") from error
         except TemplateError as error:
             return error

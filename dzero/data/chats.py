@@ -108,7 +108,7 @@ def samples_of(
     `make` is `build_or_open`, or a function with its arguments.
     """
     if config.path is None:
-        raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
+        raise ValueError("data.kind=chat: set data.path to a .jsonl, .json or .parquet file of chats, or a folder")
     return make(
         find(config.path),
         encoder,

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dzero.compatibility import check_compatible
+from dzero.compatibility import check_compatible, idle
 from dzero.utils.ranges import BELOW_1, check, number, whole
-from dzero.utils.rules import Settings, shown
+from dzero.utils.rules import IncompatibleError, Settings, shown
 
 TEXT = frozenset({"tokenizer", "separator"})
 SETTINGS = {
@@ -16,6 +16,7 @@ SETTINGS = {
     "files": TEXT | {"path", "field", "token_dtype", "vocab_size"},
     ".txt": TEXT | {"path"},
     ".jsonl": TEXT | {"path", "field"},
+    ".json": TEXT | {"path", "field"},
     ".parquet": TEXT | {"path", "field"},
     ".npy": frozenset({"path", "vocab_size"}),
     ".bin": frozenset({"path", "vocab_size", "token_dtype"}),
@@ -34,9 +35,9 @@ class DataConfig:
     """Source of the tokens: `path`, `paths` or `name`; with none of them, the text of Python's standard library."""
 
     kind: str = "text"
-    """Kind of the data: text, or chat (conversations and instructions in .jsonl and .parquet files)."""
+    """Kind of the data: text, or chat (conversations and instructions in .jsonl, .json and .parquet files)."""
     path: str | None = None
-    """File, folder or quoted glob of .txt, .jsonl, .parquet, .bin or .npy files."""
+    """File, folder or quoted glob of .txt, .jsonl, .parquet, .bin or .npy files; .json files by name or glob."""
     paths: list[str] | None = None
     """Mixture in place of path: several sources, each a file, folder or quoted glob."""
     weights: list[float] | None = None
@@ -126,10 +127,10 @@ class DataConfig:
         return replace(self, path=path, paths=None, weights=None, **unset)
 
     def refuse_idle(self, what: str, kinds: Iterable[str]) -> None:
-        """Raise ValueError if a setting has no effect on any of `kinds` (keys of SETTINGS); `what` describes them."""
+        """Raise IncompatibleError if a setting has no effect on any of `kinds` (keys of SETTINGS), which are `what`."""
         allowed = frozenset[str]().union(*(SETTINGS[kind] for kind in kinds))
         for key in sorted(frozenset[str]().union(*SETTINGS.values()) - allowed):
             if (value := getattr(self, key)) is not None:
-                raise ValueError(
-                    f"data.{key}={value} has no effect on {what}, which takes {sorted(allowed)}; remove it"
-                )
+                rule = idle(f"data.{key}", "data.source", f"which takes {sorted(allowed)}", "", "")
+                message = f"data.{key}={value} has no effect on {what}, {rule.why}; remove it"
+                raise IncompatibleError(message, rule, Settings.of(data=self).having({"data.source": what}))

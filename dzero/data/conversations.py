@@ -1,8 +1,8 @@
 """Conversations from the common layouts of chat and instruction data.
 
     keys of the row                      layout     becomes
-    messages                             OpenAI     messages; `tools` is kept
-    conversations                        ShareGPT   messages; `system` and `tools` are kept
+    messages                             OpenAI     messages; `tools` is kept, and `functions`, their old name
+    conversations                        ShareGPT   messages; `system` and `tools` are kept, and calls are tool calls
     prompt, completion (lists)                      messages, of which the completion's count
     prompt, completion (strings)                    text, as it is: never put into a chat template
     instruction, output                  Alpaca     messages, and text for a tokenizer without a chat template;
@@ -10,6 +10,10 @@
     question, answer                                as Alpaca
 
 The first line of the table that fits is taken; other keys of a row are ignored, and so are keys whose value is null.
+A message with the role `function_call` has calls as JSON in its text, one object of `name` and `arguments` or a list of
+them; OpenAI's old key `function_call` has one. Both become `tool_calls` of the assistant, and schemas of functions that
+are not wrapped become `{"type": "function", "function": schema}`, as chat templates expect.
+
 Every message has a `role` of `ROLES`, and `content` that is a string, unless it only calls tools.
 """
 
@@ -25,10 +29,17 @@ ROLES = {
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
     "function": "tool",
     "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
 """Names of roles in data, and the role of the chat template for each."""
+CALLS = ("function_call", "tool_call")
+"""Roles of the assistant whose text is the JSON of calls."""
 LAYOUTS = (
     ("messages",),
     ("conversations",),
@@ -84,7 +95,7 @@ def conversation_of(row: dict[str, Any]) -> Conversation:
 
 def _openai(row: dict[str, Any]) -> Conversation:
     messages = _messages(row["messages"], "messages")
-    return _chat(messages, _tools(row.get("tools")))
+    return _chat(messages, _tools(row["tools"]) if "tools" in row else _wrapped(_tools(row.get("functions"))))
 
 
 def _sharegpt(row: dict[str, Any]) -> Conversation:
@@ -94,13 +105,22 @@ def _sharegpt(row: dict[str, Any]) -> Conversation:
     messages = _messages(turns, "conversations")
     if "system" in row and messages[0]["role"] != "system" and (system := _string(row, "system")):
         messages.insert(0, {"role": "system", "content": system})
-    return _chat(messages, _tools(row.get("tools")))
+    return _chat(messages, _wrapped(_tools(row.get("tools"))))
 
 
 def _renamed(turn: dict[str, Any]) -> dict[str, Any]:
     """Return a turn with `role` and `content` for ShareGPT's `from` and `value`."""
     names = {"from": "role", "value": "content"}
     return {names.get(key, key): value for key, value in turn.items() if key not in names or names[key] not in turn}
+
+
+def _wrapped(tools: tuple[dict[str, Any], ...] | None) -> tuple[dict[str, Any], ...] | None:
+    """Return schemas of tools, in which a schema of a function says that it is one."""
+    if tools is None:
+        return None
+    return tuple(
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
+    )
 
 
 def _prompt_completion(row: dict[str, Any]) -> Conversation:
@@ -180,7 +200,13 @@ def _message(found: Any, name: str) -> Message:
         raise ValueError(f"{name} has the role {_short(role)}; choose one of {[*ROLES]}")
     if message.pop("weight", 1) not in (1, True):
         raise ValueError(f"{name} has 'weight': 0, which is not supported; use loss_on=completion, or cut the row")
+    if role in CALLS:
+        message |= {"content": "", "tool_calls": _calls_of_text(message.get("content"), f"{name} has the role {role}")}
     calls = message.pop("tool_calls", [])
+    if (call := message.pop("function_call", None)) and not calls:
+        if not isinstance(call, dict):
+            raise ValueError(f"{name}: 'function_call' must be an object of 'name' and 'arguments'")
+        calls = [{"type": "function", "function": call}]
     if calls:
         message["tool_calls"] = _calls(calls, name)
     if "content" in message:
@@ -209,6 +235,19 @@ def _calls(calls: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{name}: 'tool_calls' must be a list of objects")
     return [_call(call) for call in calls]
+
+
+def _calls_of_text(calls: Any, name: str) -> list[dict[str, Any]]:
+    """Return the calls that a text has as JSON: one object of `name` and `arguments`, or a list of them."""
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except ValueError as error:
+            raise ValueError(f"{name}, but its text is no JSON of calls ({error})") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError(f"{name}; its text must be JSON of 'name' and 'arguments', or a list of such")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

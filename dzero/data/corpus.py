@@ -2,10 +2,10 @@
 
     source    selected by  contents                                   settings besides held_out and shuffle
     python    default      the running Python's own standard library  tokenizer, separator
-    texts     path         .txt, .jsonl, .parquet                     tokenizer, separator, field (not .txt)
+    texts     path         .txt, .jsonl, .json, .parquet              tokenizer, separator, field (not .txt)
     tokens    path         memory-mapped .npy and raw .bin ids        vocab_size, token_dtype (.bin)
     dataset   name         a Hugging Face dataset or a folder of one  tokenizer, separator, field, config, split
-    chat      kind, path   conversations in .jsonl and .parquet       see `data/chats.py`
+    chat      kind, path   conversations in .jsonl, .json, .parquet   see `data/chats.py`
     mixture   paths        several sources of path, of one kind       those of its sources, and weights
 
 Whole documents are held out, by a hash that does not depend on the machine, the order or the other documents
@@ -116,9 +116,19 @@ def vocab_size_of(config: DataConfig, model_folder: str | None = None) -> int:
     return max(map(_vocab_size, sources_of(config).values()))
 
 
+def tokenizer_size(config: DataConfig, model_folder: str | None = None) -> int | None:
+    """Return one more than the largest id of the tokenizer; None for token files, which have ids already."""
+    if config.kind == "chat":
+        return encoder_of(config, model_folder).vocab_size
+    return None if any(map(_has_ids, sources_of(config).values())) else _codec(config).vocab_size
+
+
 def _vocab_size(config: DataConfig) -> int:
-    tokens = config.path is not None and find(config.path).suffixes <= set(TOKEN_SUFFIXES)
-    return read_text(config).vocab_size if tokens else _codec(config).vocab_size
+    return read_text(config).vocab_size if _has_ids(config) else _codec(config).vocab_size
+
+
+def _has_ids(config: DataConfig) -> bool:
+    return config.path is not None and find(config.path).suffixes <= set(TOKEN_SUFFIXES)
 
 
 def _codec(config: DataConfig) -> Tokenizer:

@@ -3,7 +3,8 @@
     source            document     key that is hashed for the held-out split
     standard library  a .py file   path below the library
     .txt              a file       path below data.path
-    .jsonl .parquet   a row        text, so that copies of a text are on the same side
+    .jsonl .json      a row        text, so that copies of a text are on the same side
+    .parquet          a row        text
     dataset           a row        text
 
 Readers are lazy and yield documents in a fixed order. Data that cannot be read is an error that names file and row; it
@@ -20,7 +21,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dzero.data.files import FoundFiles
+from dzero.data.files import ARRAY, FoundFiles
+from dzero.data.json_array import is_array, read_elements
 from dzero.errors import converting, import_optional
 
 ROWS = 1024
@@ -54,9 +56,11 @@ def python_library() -> FoundFiles:
 
 
 def read_files(found: FoundFiles, field: str) -> Iterator[Document]:
-    """Yield the documents of text files; `field` is the key in .jsonl files and the column in .parquet files."""
+    """Yield the documents of text files; `field` is the key of .json and .jsonl rows, and the column of .parquet."""
     for path in found.paths:
-        if path.suffix == ".jsonl":
+        if path.suffix == ARRAY and is_array(path):
+            yield from _rows(_read_array(path, field))
+        elif path.suffix in (".jsonl", ARRAY):
             yield from _rows(_read_jsonl(path, field))
         elif path.suffix == ".parquet":
             yield from _rows(_read_parquet(path, field))
@@ -100,12 +104,20 @@ def _read_jsonl(path: Path, field: str) -> Iterator[tuple[str, object]]:
                 row = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name} is not JSON in UTF-8 ({error}); repair or remove it") from error
-            if not isinstance(row, dict) or field not in row:
-                has = f"keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}, no object"
-                raise ValueError(
-                    f"data.field={field}: {name} has no such key, it has {has}; choose one that all rows have"
-                )
-            yield name, row[field]
+            yield name, _text_of(row, field, name)
+
+
+def _read_array(path: Path, field: str) -> Iterator[tuple[str, object]]:
+    for number, (row, _) in enumerate(read_elements(path)):
+        name = f"{path} element {number}"
+        yield name, _text_of(row, field, name)
+
+
+def _text_of(row: Any, field: str, name: str) -> object:
+    if not isinstance(row, dict) or field not in row:
+        has = f"keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}, no object"
+        raise ValueError(f"data.field={field}: {name} has no such key, it has {has}; choose one that all rows have")
+    return row[field]
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, object]]:

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
+ARRAY = ".json"
+TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet", ARRAY)
 TOKEN_SUFFIXES = (".bin", ".npy")
 SUFFIXES = TEXT_SUFFIXES + TOKEN_SUFFIXES
+OF_A_FOLDER = tuple(suffix for suffix in SUFFIXES if suffix != ARRAY)
+"""Suffixes of files that are read from a folder. Its .json files may describe something, so they are read by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,8 @@ class FoundFiles:
 def find(pattern: str, key: str = "data.path") -> FoundFiles:
     """Find the files that a source refers to; `key` is the setting that names it, for messages.
 
-    A file that is named directly or matched by a glob must have a known suffix. Of a folder, files with a known suffix
-    are used and all others are counted. Empty files, and texts mixed with token files, are errors.
+    A file that is named directly or matched by a glob must have a known suffix. Of a folder, files with a suffix of
+    `OF_A_FOLDER` are used and all others are counted. Empty files, and texts mixed with token files, are errors.
     """
     path = Path(pattern).expanduser()
     if path.is_dir():
@@ -73,11 +76,12 @@ def find_sources(patterns: Sequence[str]) -> dict[str, FoundFiles]:
 def _in_folder(root: Path, key: str) -> FoundFiles:
     os.scandir(root).close()  # raises if the folder cannot be read; rglob would ignore that
     paths = _sorted(root, root.rglob("*"))
-    known = tuple(path for path in paths if _kind(root, path) in SUFFIXES)
+    known = tuple(path for path in paths if _kind(root, path) in OF_A_FOLDER)
+    others = Counter(kind for path in paths if (kind := _kind(root, path)) not in OF_A_FOLDER)
     if not known:
-        hint = "; a Hugging Face dataset folder is given as data.name" if any(root.rglob("*.arrow")) else ""
-        raise FileNotFoundError(f"{key}={root}: no file below it ends in one of {[*SUFFIXES]}{hint}")
-    others = Counter(kind for path in paths if (kind := _kind(root, path)) not in SUFFIXES)
+        hint = "; a Hugging Face dataset folder is given as data.name" if others[".arrow"] else ""
+        hint += f"; its .json files are read by {key}='{root}/*.json'" if others[ARRAY] else ""
+        raise FileNotFoundError(f"{key}={root}: no file below it ends in one of {[*OF_A_FOLDER]}{hint}")
     return FoundFiles(root=root, paths=known, ignored=others)
 
 
@@ -105,9 +109,7 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[Path]:
 def _check(found: FoundFiles, setting: str) -> None:
     for path in found.paths:
         if path.suffix not in SUFFIXES:
-            rows = f"; of a JSON array, jq -c '.[]' {path.name} > {path.stem}.jsonl makes lines"
-            told = rows if path.suffix == ".json" else ""
-            raise ValueError(f"{setting}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}{told}")
+            raise ValueError(f"{setting}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}")
         if not path.is_file():
             raise ValueError(f"{setting}: {path} is no regular file; pipes cannot be read twice")
         if path.stat().st_size == 0:

@@ -1,28 +1,30 @@
-"""Rows of .jsonl and .parquet files, one at a time and in a fixed order.
+"""Rows of .jsonl, .json and .parquet files, one at a time and in a fixed order.
 
     file       row                         named in errors
     .jsonl     a line that is not blank    chat.jsonl line 12    (the first line is 1)
+    .json      an element of the array     chat.json element 7   (the first is 0), or as .jsonl
     .parquet   a row, without its nulls    x.parquet row 7       (the first row is 0)
 
-A line that is no JSON object is still a row: its `problem` says what is wrong with it, and the caller decides whether
-that ends the reading. A file that cannot be read at all is an error.
+A line or element that is no JSON object is still a row: its `problem` says what is wrong with it, and the caller
+decides whether that ends the reading. A file that cannot be read at all is an error.
 
 Arrow fills fields that a row of a column of structs lacks with null, so nulls of .parquet files are left out at every
-depth. Nulls of a .jsonl file were written by somebody and are kept.
+depth. Nulls of a .jsonl or .json file were written by somebody and are kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dzero.data.files import FoundFiles
+from dzero.data.files import ARRAY, FoundFiles
+from dzero.data.json_array import is_array, read_elements
 from dzero.errors import converting, import_optional, in_short
 
-ROW_SUFFIXES = (".jsonl", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".parquet", ARRAY)
 BATCH_ROWS = 256
 MOST_LINE_BYTES = 256 * 2**20
 
@@ -41,10 +43,10 @@ class Row:
 
 
 def read_rows(found: FoundFiles) -> Iterator[Row]:
-    """Yield the rows of .jsonl and .parquet files, file by file, in bounded memory.
+    """Yield the rows of .jsonl, .json and .parquet files, file by file, in bounded memory.
 
     Raises:
-        ValueError: A file has another suffix, or is no readable .parquet file.
+        ValueError: A file has another suffix, or is no readable .json or .parquet file.
         ModuleNotFoundError: A .parquet file needs pyarrow, which is not installed.
     """
     for path in found.paths:
@@ -52,9 +54,23 @@ def read_rows(found: FoundFiles) -> Iterator[Row]:
             raise ValueError(f"{path}: chat and instruction data are rows of {[*ROW_SUFFIXES]} files; convert it")
     before_bytes = 0
     for path in found.paths:
-        read = _read_jsonl if path.suffix == ".jsonl" else _read_parquet
-        yield from read(path, found.key(path), before_bytes)
+        yield from _reader(path)(path, found.key(path), before_bytes)
         before_bytes += path.stat().st_size
+
+
+def _reader(path: Path) -> Callable[[Path, str, int], Iterator[Row]]:
+    if path.suffix == ".parquet":
+        return _read_parquet
+    return _read_array if path.suffix == ARRAY and is_array(path) else _read_jsonl
+
+
+def _read_array(path: Path, name: str, before_bytes: int) -> Iterator[Row]:
+    for number, (value, read_bytes) in enumerate(read_elements(path)):
+        where, read_bytes = f"{name} element {number}", before_bytes + read_bytes
+        if isinstance(value, dict):
+            yield Row(value, where, read_bytes=read_bytes)
+        else:
+            yield Row({}, where, f"the element is a JSON {type(value).__name__}, not an object with keys", read_bytes)
 
 
 def _read_jsonl(path: Path, name: str, before_bytes: int) -> Iterator[Row]:

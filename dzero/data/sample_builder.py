@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -28,8 +29,13 @@ class Encoder(Protocol):
     vocab_size: int
     dtype: np.dtype[Any]
 
-    def encode_batch(self, conversations: list[Conversation]) -> list[EncodedSample | ValueError]:
-        """Return for each conversation its sample, or the error that keeps it from being encoded."""
+    def encode_batch(
+        self, conversations: list[Conversation], *, stop: bool = False
+    ) -> list[EncodedSample | ValueError]:
+        """Return for each of the first conversations its sample, or the error that keeps it from being encoded.
+
+        These are all, or as many as a few seconds allow, and with `stop` none behind the first error.
+        """
 
     def close(self) -> None:
         """Release what encoding needs."""
@@ -47,19 +53,23 @@ def write_samples(
     progress = _Progress(sum(path.stat().st_size for path in found.paths), report)
     bad_rows, first_bad = 0, ""
     for batch in _batches(read_rows(found)):
-        encoded = iter(encoder.encode_batch([each for _, each in batch if isinstance(each, Conversation)]))
-        samples = []
-        for row, made in batch:
-            sample = next(encoded) if isinstance(made, Conversation) else made
-            if isinstance(sample, EncodedSample):
-                samples.append((sample.ids, sample.counts))
-                continue
-            bad_rows, first_bad = bad_rows + 1, first_bad or f"{row.where}: {sample}"
-            if on_bad_row == "stop":
-                raise ValueError(f"{first_bad}; repair that row, or set data.on_bad_row=skip")
-        if samples:
-            writer.add(samples)
-        progress.at(batch[-1][0].read_bytes, writer.samples)
+        rest = deque(batch)
+        while rest:
+            conversations = [each for _, each in rest if isinstance(each, Conversation)]
+            encoded = deque(encoder.encode_batch(conversations, stop=on_bad_row == "stop"))
+            samples = []
+            while rest and (encoded or not isinstance(rest[0][1], Conversation)):
+                row, made = rest.popleft()
+                sample = encoded.popleft() if isinstance(made, Conversation) else made
+                if isinstance(sample, EncodedSample):
+                    samples.append((sample.ids, sample.counts))
+                    continue
+                bad_rows, first_bad = bad_rows + 1, first_bad or f"{row.where}: {sample}"
+                if on_bad_row == "stop":
+                    raise ValueError(f"{first_bad}; repair that row, or set data.on_bad_row=skip")
+            if samples:
+                writer.add(samples)
+            progress.at(row.read_bytes, writer.samples)
     return writer.finish(bad_rows=bad_rows, first_bad=first_bad)
 
 

@@ -11,7 +11,6 @@ cache belongs to one user. It may be removed at any time: processes that have ma
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ import numpy as np
 from dzero.data.files import FoundFiles
 from dzero.data.sample_builder import Encoder, Report, write_samples
 from dzero.data.samples import Samples, SamplesMeta, SamplesWriter, read_meta
+from dzero.utils.file_lock import take
 from dzero.utils.scratch_paths import reported_as_disk_error
 
 FORMAT = 1
@@ -54,7 +54,7 @@ def build_or_open(
     killed leaves nothing that a later call takes for whole.
 
     Args:
-        found: .jsonl and .parquet files.
+        found: .jsonl, .json and .parquet files.
         encoder: Encoder of conversations; its process is closed when the samples are built.
         folder: Folder of the cache; None for the default.
         on_bad_row: `stop` to raise at a row that cannot be used, `skip` to leave it out and count it.
@@ -76,16 +76,18 @@ def build_or_open(
     key = _key(found, encoder)
     meta = _read(home / key)
     if meta is None:
-        with closing(encoder), _locked(home / f"{key}.lock", report):
-            meta = _read(home / key) or _build(home, key, found, encoder, on_bad_row, report)
+        with closing(encoder), _locked(home / f"{key}.lock", report) as is_alone:
+            meta = _read(home / key) or _build(home, key, found, encoder, on_bad_row, report, is_alone=is_alone)
     if meta.bad_rows and on_bad_row == "stop":
         raise ValueError(f"{meta.first_bad}; repair that row, or set data.on_bad_row=skip ({meta.bad_rows} bad rows)")
     return Samples(home / key, meta, max_tokens)
 
 
-def _build(home: Path, key: str, found: FoundFiles, encoder: Encoder, on_bad_row: str, report: Report) -> SamplesMeta:
-    """Tokenize into a private folder and give it its name when it is whole; the lock of `key` is held."""
-    _remove_left(home, key)
+def _build(
+    home: Path, key: str, found: FoundFiles, encoder: Encoder, on_bad_row: str, report: Report, *, is_alone: bool
+) -> SamplesMeta:
+    """Tokenize into a private folder and give it its name when it is whole. `is_alone`: the lock of `key` is held."""
+    _remove_left(home, key, is_alone=is_alone)
     with _disk_errors(home):
         part = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=".part", dir=home))
     try:
@@ -97,21 +99,27 @@ def _build(home: Path, key: str, found: FoundFiles, encoder: Encoder, on_bad_row
         if _key(found, encoder) != key:
             raise ValueError(f"the files below {found.root} changed while they were tokenized; start again")
         with _disk_errors(home):
-            part.rename(home / key)
+            try:
+                part.rename(home / key)
+            except OSError:  # another process was faster, without a lock
+                if is_alone or (made := _read(home / key)) is None:
+                    raise
+                shutil.rmtree(part, ignore_errors=True)
+                return made
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     return meta
 
 
-def _remove_left(home: Path, key: str) -> None:
+def _remove_left(home: Path, key: str, *, is_alone: bool) -> None:
     """Remove a damaged folder of this key, and what killed processes left half-written, of this key and others."""
     if (home / key).exists():
         with _disk_errors(home / key):
             shutil.rmtree(home / key)
     for part in home.glob("*.part"):
         owner = part.name.partition(".")[0]
-        if owner == key or _is_free(home / f"{owner}.lock"):
+        if (owner == key and is_alone) or (owner != key and _is_free(home / f"{owner}.lock")):
             shutil.rmtree(part, ignore_errors=True)
 
 
@@ -126,29 +134,25 @@ def _read(place: Path) -> SamplesMeta | None:
 
 
 @contextmanager
-def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold a lock file; wait for another process that holds it, and say so after `QUIET_S` seconds."""
+def _locked(path: Path, report: Report) -> Iterator[bool]:
+    """Hold a lock file; wait for another process that holds it, and say so after `QUIET_S` seconds.
+
+    Yield whether it is held: not on a file system without locks.
+    """
     with _disk_errors(path):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         until_s = time.monotonic() + QUIET_S
-        while not (held := _try(lock)) and time.monotonic() < until_s:
+        while (held := take(lock)) is False and time.monotonic() < until_s:
             time.sleep(QUIET_S / 100)
-        if not held:
+        if held is False:
             report(f"waiting for another process that tokenizes the same data (it holds {path})")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            held = take(lock, wait=True)
+        if held is None:
+            report(f"the file system of {path.parent} has no locks: another process may tokenize the same data as well")
+        yield held is True
     finally:
         os.close(lock)
-
-
-def _try(lock: int) -> bool:
-    """Take a lock that no other process holds, and return whether that was so."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_free(path: Path) -> bool:
@@ -159,7 +163,7 @@ def _is_free(path: Path) -> bool:
     except OSError:  # of another user, in a shared folder
         return False
     try:
-        return _try(lock)
+        return take(lock) is True
     finally:
         os.close(lock)
 

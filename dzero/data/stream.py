@@ -23,6 +23,7 @@ from dzero.data.sequences import Sequences
 
 CHECKSUMS = {"crc32": "the samples or their order in the data changed", "weights": "data.weights changed"}
 """What a difference means, of the properties of a stream that are checksums."""
+MOST_SAMPLES = 2**62
 EMPTY = -1
 """Index of a place without a sequence."""
 
@@ -124,7 +125,10 @@ class SequenceStream:
                 f"the token stream cannot stand at epoch {state['epoch']}, position {state['position']}: "
                 f"positions are 0 to {self.per_epoch - 1}"
             )
-        self.samples = state["epoch"] * self.per_epoch + state["position"]
+        samples = state["epoch"] * self.per_epoch + state["position"]
+        if samples > MOST_SAMPLES:
+            raise ValueError(f"the token stream cannot stand at epoch {state['epoch']}: no run reads {samples} samples")
+        self.samples = samples
 
     def _indices(self, first: int, samples: int) -> NDArray[np.int64]:
         """Return the sequence of each of `samples` samples from `first` on; they may cross the end of an epoch."""

@@ -5,6 +5,7 @@ network, but not from running forever or taking all memory. So it runs in a proc
 
     limit      set by                               what becomes of a template over it
     time       RLIMIT_CPU, anew per conversation    the system ends the process; the next conversation gets a new one
+    time lost  `MOST_LOST` of these limits in all   refused for all conversations, if it is most of the template's time
     memory     RLIMIT_AS                            MemoryError inside the template
     output     a check of the rendered text         refused
 
@@ -12,7 +13,7 @@ Processor time is counted, not time on the clock, so that a busy machine changes
 Requests and replies are JSON over a pair of sockets, one reply for each request:
 
     TemplateSettings                        once, at the start
-    {"template", "messages", "tools", "first"}   ->   {"text", "spans"} or {"error", "syntax"}
+    {"template", "messages", "tools", "first"}   ->   {"text", "spans"} or {"error", "syntax"}, and "seconds"
 """
 
 from __future__ import annotations
@@ -37,11 +38,16 @@ from dzero.data.assistant_spans import (
     Span,
     TemplateError,
     TemplateSyntaxError,
+    TemplateTooSlow,
     assistant_spans,
     prompt_length,
 )
 from dzero.errors import import_optional, in_short
 
+MOST_LOST = 3
+"""Multiple of the limit per conversation that slow ones may take together, or half of the template's whole time."""
+SLOW = 0.25
+"""Part of the limit from which a conversation is slow. With a usual template, one of 700 messages takes that."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -67,6 +73,7 @@ class TemplateProcess:
         self.settings = settings
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._slow, self._slow_s, self._whole_s = 0, 0.0, 0.0
 
     def render(
         self, template: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, first: int | None
@@ -78,17 +85,20 @@ class TemplateProcess:
         Raises:
             TemplateSyntaxError: The text of the template has an error.
             TemplateError: The template fails, takes too long, or does not tell where a turn is.
+            TemplateTooSlow: Slow conversations, and those that ended the process, took too much of the time in all.
         """
+        began_s = time.monotonic()
         request = {"template": template, "messages": [*messages], "tools": tools and [*tools], "first": first}
         try:
             connection = self._connection or self._start()
             connection.send_bytes(json.dumps(request).encode())
             reply = json.loads(connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
-            raise self._ended() from error
+            raise self._ended(time.monotonic() - began_s) from error
         except BaseException:  # an interrupt: the reply that is still to come belongs to no later request
             self.close()
             raise
+        self._count(reply["seconds"], is_slow=reply["seconds"] > SLOW * self.settings.seconds)
         if "error" in reply:
             raise (TemplateSyntaxError if reply["syntax"] else TemplateError)(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["spans"]]
@@ -115,18 +125,31 @@ class TemplateProcess:
         ours.send_bytes(json.dumps(asdict(self.settings)).encode())
         return ours
 
-    def _ended(self) -> Exception:
-        """Return the error for a process that has ended by itself."""
+    def _ended(self, seconds: float) -> Exception:
+        """Return the error for a process that has ended by itself, `seconds` after it was asked."""
         code = self._process.wait() if self._process is not None else 0
         self.close()
+        if code >= 0:
+            return RuntimeError(f"the process that renders chat templates failed with exit status {code}")
+        self._count(min(seconds, self.settings.seconds), is_slow=True)
         if code == -signal.SIGXCPU:
             return TemplateError(
                 f"the chat template took more than {self.settings.seconds} s of processor time on one conversation; "
                 "shorten the conversation, or correct the template"
             )
-        if code < 0:
-            return TemplateError(f"the chat template's process was ended by signal {-code} (out of memory, if it is 9)")
-        return RuntimeError(f"the process that renders chat templates failed with exit status {code}")
+        return TemplateError(f"the chat template's process was ended by signal {-code} (out of memory, if it is 9)")
+
+    def _count(self, seconds: float, *, is_slow: bool) -> None:
+        """Count the time of a conversation; raise `TemplateTooSlow` if slow ones took too much in all."""
+        self._whole_s += seconds
+        if not is_slow:
+            return
+        self._slow, self._slow_s = self._slow + 1, self._slow_s + seconds
+        if self._slow_s >= MOST_LOST * self.settings.seconds and self._slow_s > self._whole_s / 2:
+            raise TemplateTooSlow(
+                f"the chat template took {self._slow_s:.0f} s of its {self._whole_s:.0f} s on {self._slow} slow "
+                "conversations; correct the template, or leave such conversations out"
+            )
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
@@ -217,10 +240,15 @@ def main() -> None:
 
 
 def _reply(renderer: _Renderer, request: bytes) -> bytes:
+    began_s = time.process_time()
+
+    def timed(answer: dict[str, Any]) -> bytes:
+        return json.dumps(answer | {"seconds": time.process_time() - began_s}).encode()
+
     try:
-        return json.dumps(renderer.answer(**json.loads(request))).encode()
+        return timed(renderer.answer(**json.loads(request)))
     except (MemoryError, RecursionError) as error:
-        return json.dumps({"error": f"the conversation is too large: {in_short(error)}", "syntax": False}).encode()
+        return timed({"error": f"the conversation is too large: {in_short(error)}", "syntax": False})
 
 
 def _limit(what: int, value: int) -> None:

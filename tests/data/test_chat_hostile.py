@@ -9,14 +9,16 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import chat
 import pytest
 
-from dzero.data.assistant_spans import TemplateError
+from dzero.data.assistant_spans import TemplateError, TemplateTooSlow
 from dzero.data.chat_template import ChatEncoder
 from dzero.data.conversations import conversation_of
-from dzero.data.template_process import TemplateProcess, TemplateSettings
+from dzero.data.template_process import MOST_LOST, TemplateProcess, TemplateSettings
+from dzero.data.template_process import SLOW as SLOW_PART
 
 pytest.importorskip("transformers")
 
@@ -98,7 +100,7 @@ GREEDY = {
     "{{ 10 ** (10 ** 9) }}": "took more than 2 s",
 }
 TEMPLATES = UNSAFE | BROKEN | GREEDY
-SLOW = "{% for i in range(99999) %}{% for j in range(25) %}{% endfor %}{% endfor %}"
+SLOW = "{% for i in range(99999) %}{% for j in range(8) %}{% endfor %}{% endfor %}"
 GOOD = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 
 
@@ -115,7 +117,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Template
         characters=1_000_000,
     )
     found = TemplateProcess(settings)
-    yield found, canary
+    with mock.patch.object(found, "_count"):  # most of these templates are slow, and none may end the others
+        yield found, canary
     found.close()
 
 
@@ -140,6 +143,49 @@ def test_the_time_is_limited_for_each_conversation_not_for_all(process: tuple[Te
     renderer, _ = process
     for _ in range(20):
         assert renderer.render("slow", MESSAGES, None, None) == ("", [])
+
+
+LONG = "{% for i in range(99999) %}{% for j in range(90) %}{% endfor %}{% endfor %}"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_is_too_slow_for_every_conversation_ends_the_whole(tmp_path: Path) -> None:
+    """Of a thousand conversations, one is tried if the first bad one ends the run, and three if they are skipped."""
+    folder, conversations = chat.write_model(tmp_path, ENDLESS), [conversation_of({"messages": MESSAGES})] * 1000
+    encoder = ChatEncoder(folder, "assistant")
+    object.__setattr__(encoder._process.settings, "seconds", 1)
+    (found,) = encoder.encode_batch(conversations, stop=True)
+    assert "took more than 1 s of processor time on one conversation" in str(found)
+    with pytest.raises(ValueError, match="took 3 s of its 3 s on 3 slow conversations; correct the template"):
+        encoder.encode_batch(conversations[:2]) + encoder.encode_batch(conversations)
+    encoder.close()
+
+
+def test_quick_conversations_in_between_do_not_make_up_for_slow_ones() -> None:
+    """Two of three are slow: within the limit, but over a quarter of it."""
+    renderer = TemplateProcess(TemplateSettings({"slow": LONG, "quick": GOOD}, {}, [], seconds=2))
+    told: list[Exception | None] = []
+    while len(told) < 2 * MOST_LOST / SLOW_PART:
+        try:
+            renderer.render("quick" if len(told) % 3 == 2 else "slow", MESSAGES, None, None)
+            told.append(None)
+        except TemplateError as error:
+            told.append(error)
+            if isinstance(error, TemplateTooSlow):
+                break
+    assert re.search(r"of its \d+ s on \d+ slow conversations; correct the template", str(told[-1]))
+    renderer.close()
+
+
+def test_a_few_slow_conversations_among_many_are_skipped_each() -> None:
+    """Those that take as long as all others together are not most of the time."""
+    renderer = TemplateProcess(TemplateSettings({}, {}, [], seconds=1))
+    for _ in range(10):
+        for _ in range(64):
+            renderer._count(1 / 64, is_slow=False)
+        renderer._count(1.0, is_slow=True)
+    with pytest.raises(TemplateTooSlow, match="11 s of its 21 s on 11 slow conversations"):
+        renderer._count(1.0, is_slow=True)
 
 
 def test_after_an_interrupt_a_reply_is_that_of_its_own_request() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dzero.data import rows
+from dzero.data import json_array, rows
 from dzero.data.conversations import conversation_of
 from dzero.data.files import find
 from dzero.data.rows import Row, read_rows
@@ -19,6 +19,13 @@ CHAT = (USER, ANSWER)
 PARTS = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 CALL_OF_OPENAI = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+SAID, SEEN = '{"name": "f", "arguments": {"x": 1}}', {"from": "observation", "value": "2"}
+OLD_CALL = {"name": "f", "arguments": '{"x": 1}'}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+}
 SYSTEM = {"role": "system", "content": "Be kind."}
 
 
@@ -40,6 +47,16 @@ SYSTEM = {"role": "system", "content": "Be kind."}
             (USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
         ),
         (
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": SAID}, SEEN]},
+            (USER, CALLED, {"role": "tool", "content": "2"}),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "tool_call", "value": f"[{SAID}]"}]},
+            (USER, CALLED),
+        ),
+        ({"messages": [USER, {"role": "tool_call", "content": SAID}]}, (USER, CALLED)),
+        ({"messages": [USER, {"role": "assistant", "content": None, "function_call": OLD_CALL}]}, (USER, CALLED)),
+        (
             {"messages": [*CHAT, {"role": "function", "name": "f", "tool_call_id": "1", "content": "2"}]},
             (*CHAT, {"role": "tool", "name": "f", "tool_call_id": "1", "content": "2"}),
         ),
@@ -55,6 +72,17 @@ def test_tools_are_a_list_or_a_string_of_one() -> None:
         assert conversation_of({"messages": [*CHAT], "tools": given}).tools == tuple(tools)
     for given in ("", [], None):
         assert conversation_of({"messages": [*CHAT], "tools": given}).tools is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [*CHAT], "tools": '[{"name": "f", "parameters": {}}]'},
+        {"messages": [*CHAT], "functions": [{"name": "f", "parameters": {}}]},
+    ],
+)
+def test_schemas_of_functions_are_wrapped_as_templates_expect(row: dict[str, Any]) -> None:
+    assert conversation_of(row).tools == ({"type": "function", "function": {"name": "f", "parameters": {}}},)
 
 
 def test_the_completion_is_known_and_text_is_kept() -> None:
@@ -113,6 +141,13 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"conversations": "a"}, "'conversations' is a str"),
     ({"conversations": [{"from": "human"}]}, "conversations[0] has no 'content'"),
     ({"conversations": [{"value": "a"}]}, "the role None"),
+    (
+        {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+        "the role function_call, but its text",
+    ),
+    ({"conversations": [{"from": "function_call", "value": "[]"}]}, "must be JSON of 'name' and 'arguments'"),
+    ({"conversations": [{"from": "tool_call", "value": '{"x": 1}'}]}, "must be JSON of 'name' and 'arguments'"),
+    ({"messages": [USER, {"role": "assistant", "function_call": "f"}]}, "messages[1]: 'function_call' must be"),
     ({"conversations": [{"from": "gpt4", "value": "a"}]}, "the role 'gpt4'"),
     ({"conversations": [USER, ANSWER], "system": 3}, "'system' is a int"),
     ({"prompt": "a", "completion": [ANSWER]}, "a str and a list"),
@@ -182,6 +217,67 @@ def test_rows_of_parquet_come_in_batches_and_without_the_nulls_that_arrow_adds(
     found = [*read_rows(find(str(tmp_path)))]
     assert found == [Row({"x": None}, "a.jsonl line 1")] + [Row(v, f"x.parquet row {i}") for i, v in enumerate(values)]
     assert found[-1].read_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+ROWS: list[dict[str, Any]] = [{"messages": [*CHAT], "n": 1}, {"messages": [ANSWER, USER], "n": 22}, {"a": "]},[é"}]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_has_the_rows_of_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, indent: int | None
+) -> None:
+    monkeypatch.setattr(json_array, "CHUNK", chunk)
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, ROWS)))
+    found = [*read_rows(find(str(tmp_path / "a.json")))]
+    assert [(row.value, row.where, row.problem) for row in found] == [
+        (row, f"a.json element {index}", "") for index, row in enumerate(ROWS)
+    ]
+    assert [row.value for row in read_rows(find(str(tmp_path / "lines.json")))] == ROWS
+
+
+def test_an_array_has_the_rows_that_datasets_reads(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"conversations": [{"from": "human", "value": f"{n}"}, {"from": "gpt", "value": "ok"}]} for n in range(5)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    theirs = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "a.json"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert [row.value for row in read_rows(find(str(tmp_path / "a.json")))] == [*theirs]
+
+
+BAD_ARRAYS = {
+    b"[1, 2": "element 2 ",
+    b'[{"a": 1} {"a": 2}]': "element 1 .*expected ','",
+    b'[{"a": 1},]': "element 1 ",
+    b'[{"a": 1}] []': "element 1 .*more after the array",
+    b'[{"a": \xff}]': "element 0 ",
+    b"[" * 200_000: "element 0 ",
+}
+
+
+@pytest.mark.parametrize("text", BAD_ARRAYS, ids=range(len(BAD_ARRAYS)))
+def test_a_damaged_array_is_refused_at_its_element(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(ValueError, match=BAD_ARRAYS[text]):
+        list(read_rows(find(str(tmp_path / "a.json"))))
+
+
+def test_an_element_that_is_no_object_is_a_bad_row_and_not_the_end(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"n": 1}, 3, {"n": 2}]')
+    first, bad, last = read_rows(find(str(tmp_path / "a.json")))
+    assert (first.value, bad.value, last.value) == ({"n": 1}, {}, {"n": 2})
+    assert bad.problem == "the element is a JSON int, not an object with keys"
+
+
+def test_json_files_of_a_folder_are_read_by_a_glob(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"n": 1}]')
+    with pytest.raises(FileNotFoundError, match=r"its \.json files are read by data\.path='.*/\*\.json'"):
+        find(str(tmp_path))
+    assert len([*read_rows(find(str(tmp_path / "*.json")))]) == 1
+    (tmp_path / "b.jsonl").write_text('{"n": 1}')
+    assert find(str(tmp_path)).paths == (tmp_path / "b.jsonl",)
 
 
 def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:

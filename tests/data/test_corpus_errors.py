@@ -32,10 +32,11 @@ BAD_FILES = {
     "empty.bin": (b"", {}, r"empty\.bin is empty"),
     "page.html": (b"<p>", {}, r"page\.html ends in '\.html', not in one of"),
     "rows.json": (
-        b"[{}]",
+        b'[{"text": "a"}, {"body": "b"}]',
         {},
-        r"; of a JSON array, jq -c '\.\[\]' rows\.json > rows\.jsonl makes lines",
+        r"data\.field=text: .*rows\.json element 1 has no such key.*\['body'\]",
     ),
+    "cut.json": (b'[{"text": "a"}, {"text"', {}, r"cut\.json element 1 is not JSON in UTF-8 .*one array of rows"),
     "blank.jsonl": (b"\n\n", {}, r"blank\.jsonl: there is no text"),
     "key.jsonl": (b'{"body": "a"}\n', {}, r"data\.field=text: .*key\.jsonl line 1 has no such key.*\['body'\]"),
     "list.jsonl": (b'{"text": "a"}\n["a"]\n', {}, r"list\.jsonl line 2 .* a list"),

@@ -39,7 +39,9 @@ class ByteEncoder:
         self.batches: list[int] = []
         self._dies_at = dies_at
 
-    def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedSample | ValueError]:
+    def encode_batch(
+        self, conversations: Sequence[Conversation], *, stop: bool = False
+    ) -> list[EncodedSample | ValueError]:
         self.batches.append(len(conversations))
         if len(self.batches) == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -161,9 +163,11 @@ def test_files_that_change_while_they_are_tokenized_are_refused(tmp_path: Path) 
     path = write(tmp_path / "chat.jsonl")
 
     class Changing(ByteEncoder):
-        def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedSample | ValueError]:
+        def encode_batch(
+            self, conversations: Sequence[Conversation], *, stop: bool = False
+        ) -> list[EncodedSample | ValueError]:
             os.utime(path, ns=(0, 0))
-            return super().encode_batch(conversations)
+            return super().encode_batch(conversations, stop=stop)
 
     with pytest.raises(ValueError, match="changed while they were tokenized"):
         build(path, Changing())
@@ -193,10 +197,10 @@ def waits(line):
     print(line, flush=True)
     Path(str(file) + "." + str(os.getpid())).touch()
 class Patient(ByteEncoder):
-    def encode_batch(self, conversations):
+    def encode_batch(self, conversations, *, stop=False):
         while len([*file.parent.glob(file.name + ".*")]) < {others}:
             time.sleep(0.01)
-        return super().encode_batch(conversations)
+        return super().encode_batch(conversations, stop=stop)
 sample_builder.BATCH_ROWS = 30
 encoder = Patient(dies_at={dies_at})
 samples = build_or_open(
