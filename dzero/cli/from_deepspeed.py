@@ -12,7 +12,7 @@ from dzero.integrations.deepspeed.advice import Advice, advise
 from dzero.integrations.deepspeed.config_keys import NEEDLESS, REFUSED, TAKEN
 from dzero.integrations.deepspeed.reading import read
 from dzero.integrations.deepspeed.translation import Translation, translate
-from dzero.integrations.deepspeed.verdicts import shown
+from dzero.integrations.deepspeed.verdicts import shown, shown_key
 from dzero.integrations.deepspeed.words import as_code
 
 STAGE = "zero_optimization.stage"
@@ -57,7 +57,7 @@ def lines(path: object, translation: Translation, advice: Advice) -> Iterator[st
     for kind, head in HEADS.items():
         if here := [each for each in translation.verdicts if each.kind == kind]:
             yield f"{head}\n"
-            yield from (f"  {shown(each.key)[1:-1]} = {shown(each.value)}: {each.text}" for each in here)
+            yield from (f"  {shown_key(each.key)} = {shown(each.value)}: {each.text}" for each in here)
             yield ""
     if any(each.key == STAGE for each in translation.refused):
         yield "Nothing follows without a stage. Change it, and call this again."

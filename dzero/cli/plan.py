@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dzero.config import CONF, RunConfig
 from dzero.launch.config import launched
 from dzero.monitor.tensorboard import TensorBoardSink, check_folder
 from dzero.optim.build import check_options
-from dzero.overrides import composed, spelt_out
+from dzero.overrides import composed, spelt_out, tell, typed_keys
 from dzero.plan.auto import choose, resolve_auto
 from dzero.plan.picture import check_file, draw
 from dzero.plan.plan_run import explain_run, forecast_run, hardware_of, onto_board
+from dzero.plan.run_layout import settled
 from dzero.plan.search_tables import ranking_tables
 from dzero.plan.tables import tables
 from dzero.utils.terminal import show
@@ -25,7 +27,7 @@ def plan(options: argparse.Namespace) -> None:
         check_file(options.picture)
     if options.tensorboard is not None:
         check_folder(options.tensorboard)
-    config = on_one_node(composed(options.settings, CONF))
+    config = _settled(options.settings)
     check_options(config.optim)
     if config.auto:
         choice = choose(config, options.settings)
@@ -54,10 +56,17 @@ def on_one_node(config: RunConfig) -> RunConfig:
     return replace(config, mesh=replace(config.mesh, dp=max(1, config.hardware.devices_per_node // config.mesh.inner)))
 
 
+def _settled(settings: Sequence[str]) -> RunConfig:
+    """Return the run of these settings, in which presets gave way to them."""
+    config, gave_way = settled(on_one_node(composed(settings, CONF)), typed_keys(spelt_out(settings)))
+    tell(gave_way)
+    return config
+
+
 def explain(options: argparse.Namespace) -> None:
     """Print units, placements, and the actions of a step in order."""
     settings = spelt_out(options.settings)
-    config = resolve_auto(on_one_node(composed(settings, CONF)), settings)
+    config = resolve_auto(_settled(settings), settings)
     shown, off_device = explain_run(config, settings, CONF)
     show(shown)
     if off_device:

@@ -11,6 +11,7 @@ from dzero.data.corpus import sources_of
 from dzero.data.tokenize_samples import tokenize as tokenize_samples
 from dzero.errors import RunError
 from dzero.overrides import composed
+from dzero.plan.run_layout import check_tokenizer
 
 
 def tokenize(options: argparse.Namespace) -> None:
@@ -18,6 +19,8 @@ def tokenize(options: argparse.Namespace) -> None:
     config = composed(options.settings, CONF)
     if config.data.kind != "chat":
         raise RunError(f"data.kind={config.data.kind}: only data.kind=chat is tokenized ahead")
+    if config.model_folder is not None:
+        check_tokenizer(config)
     tell = partial(print, flush=True)
     for name, data in sources_of(config.data).items():
         if name:

@@ -15,6 +15,7 @@ from dzero.config import CONF, RunConfig
 from dzero.errors import RunError
 from dzero.launch.launcher import start
 from dzero.launch.warm_process import WarmProcess, found
+from dzero.precedence import Typed
 
 
 def train(warm: WarmProcess | None) -> None:
@@ -29,10 +30,12 @@ def train(warm: WarmProcess | None) -> None:
         """Train one run; a sweep (--multirun) continues after a run that failed."""
         this_run = HydraConfig.get()
         try:
-            settled, folder = config.resolve(composed), Path(this_run.runtime.output_dir)
+            typed, folder = list(this_run.overrides.task), Path(this_run.runtime.output_dir)
+            settled, gave_way = config.resolve_typed(composed, overrides.typed_keys(typed))
+            overrides.tell(gave_way)
             if this_run.mode is RunMode.MULTIRUN:
                 settled = config.saving_apart(settled, folder)
-            prepare = "dzero.plan.preflight:prepare_run", settled, list(this_run.overrides.task)
+            prepare = "dzero.plan.preflight:prepare_run", settled, [*typed, *(way.word for way in gave_way)]
             run, workers = warm.call(*prepare) if warm is not None else found(prepare[0])(*prepare[1:])
             save_s = 0.0 if run.checkpoint.every is None else run.checkpoint.deadline_s
             start("dzero.trainer.trainer:train", run, folder, workers=workers, warm=warm, save_s=save_s)
@@ -42,9 +45,9 @@ def train(warm: WarmProcess | None) -> None:
             print(f"error: {error}", file=sys.stderr)
             raise RunError("a run of the sweep failed: see above") from error
 
-    def check_here(runs: list[RunConfig]) -> None:
-        check = "dzero.plan.run_layout:check_all_here", runs
-        _ = warm.call(*check) if warm is not None else found(check[0])(runs)
+    def check_here(runs: list[RunConfig], typed: Typed) -> None:
+        check = "dzero.plan.run_layout:check_all_here", runs, typed
+        _ = warm.call(*check) if warm is not None else found(check[0])(*check[1:])
 
     config.register()
     overrides.run(main, CONF, check_here)

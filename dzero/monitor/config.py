@@ -9,6 +9,7 @@ from dzero.utils.ranges import check, whole
 from dzero.utils.rules import Settings
 
 MOST_TRACED = 1000
+MOST_POINTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +22,19 @@ class MonitorConfig:
     """Write TensorBoard event files to <run folder>/tensorboard."""
     wandb: str | None = None
     """Project of Weights & Biases to send the scalars to (extra wandb). null: none."""
-    scalars_every_steps: int = 1
-    """Steps between two points in the event files and in Weights & Biases."""
+    scalars_every_steps: int | None = None
+    """Steps between two points in the event files and in Weights & Biases. Unset: 1, or as many as give a run of
+    train.steps 10,000 points: a point takes about 1.8 KiB."""
     plan: bool = True
     """Add this run's plan to TensorBoard. Rank 0 computes it after the first step, in a second or two."""
 
     def __post_init__(self) -> None:
-        check("monitor", self, log_every_steps=whole(), scalars_every_steps=whole())
+        check("monitor", self, log_every_steps=whole(), scalars_every_steps=whole(or_null="for at most 10,000"))
         check_compatible(Settings.of(monitor=self))
+
+    def scalars_every(self, steps: int) -> int:
+        """Return the number of steps between two points of a run of `steps`."""
+        return self.scalars_every_steps or max(1, -(-steps // MOST_POINTS))
 
 
 @dataclass(frozen=True, kw_only=True)

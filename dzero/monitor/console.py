@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from dzero.hardware import format_bytes, format_seconds
-from dzero.monitor.records import RunSummary, StepRecord
+from dzero.monitor.records import RunSummary, StepRecord, shown_perplexity
 from dzero.monitor.summary import summary_tables
 from dzero.utils.terminal import plain, rich_table
 
@@ -44,11 +44,11 @@ class Console:
             self._lines += 1
 
     def held_out(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
-        """Show a held-out loss [nats], and outside of a terminal that of each source, after `step` steps."""
+        """Show a held-out loss [nats], and outside of a terminal its perplexity and the loss of each source."""
         self._held_out_loss = loss
         if not self._live:
             sources = "".join(f" held_out_loss[{name}]={each:.4f}" for name, each in by_source.items())
-            self._write(f"step={step} held_out_loss={loss:.4f}{sources}")
+            self._write(f"step={step} held_out_loss={loss:.4f}{sources} held_out_perplexity={shown_perplexity(loss)}")
 
     def note(self, step: int, message: str) -> None:
         """Print a message about a step on its own line, above the live line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.data.stream import SourceUse
 from dzero.monitor.meter import Throughput
 from dzero.offload.executor import LaneUse
+
+MOST_SHOWN_PLAIN = 1e6
+"""Perplexity from which on it is printed with an exponent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,20 @@ class StepRecord:
     lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     traffic_bytes: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, SourceUse] = field(default_factory=dict)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss) of a mean loss in nats per token; infinity where that is no number of a computer."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def shown_perplexity(loss: float) -> str:
+    """Return the perplexity of a mean loss in nats per token, as it is printed."""
+    value = perplexity(loss)
+    return f"{value:.3f}" if value < MOST_SHOWN_PLAIN else f"{value:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)

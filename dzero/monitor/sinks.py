@@ -66,9 +66,10 @@ class Monitor:
         self._run_folder = run_folder
         if rank != 0:
             return
+        every = config.scalars_every(total_steps)
         self.sinks.append(Console(total_steps, log_every_steps=config.log_every_steps, terminal=terminal))
         if config.tensorboard:
-            folder, every = run_folder / BOARD, config.scalars_every_steps
+            folder = run_folder / BOARD
             try:
                 self.board = TensorBoardSink(folder, resolved_config=resolved_config, scalars_every_steps=every)
                 self.sinks.append(self.board)
@@ -77,7 +78,6 @@ class Monitor:
 
         if config.wandb is not None:
             try:
-                every = config.scalars_every_steps
                 self.sinks.append(
                     WandbSink(config.wandb, run_folder, resolved_config=resolved_config, scalars_every_steps=every)
                 )

@@ -7,7 +7,7 @@ import torch
 from dzero.comm.ledger import EXCEPTIONAL, Traffic
 from dzero.hardware import dtype_name, format_bytes, format_count, format_seconds
 from dzero.monitor.memory import PROCESS
-from dzero.monitor.records import RunSummary
+from dzero.monitor.records import RunSummary, shown_perplexity
 from dzero.utils.terminal import DIFFERS, OK, Table
 
 SHOWN_RANKS = 8
@@ -39,6 +39,7 @@ def result_table(summary: RunSummary) -> Table:
         ("steps", f"{summary.steps}, {tokens} in {format_seconds(summary.seconds)}"),
         ("loss", f"{summary.loss:.4f} (first step {summary.first_loss:.4f})"),
         ("held-out loss", "not evaluated" if held_out is None else f"{held_out:.4f}{by_source}"),
+        *([] if held_out is None else [("held-out perplexity", shown_perplexity(held_out))]),
         ("tokens/s", rate),
         ("MFU", mfu),
         ("skipped steps", str(summary.skipped_steps)),

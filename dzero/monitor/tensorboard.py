@@ -1,6 +1,7 @@
 """TensorBoard sink: scalars by step; the resolved config, the plan, notes and the closing summary as text.
 
 loss/train  loss/held_out  loss/held_out_<source>            nats; the last of each source of a mixture
+perplexity/held_out  perplexity/held_out_<source>            exp(loss)
 data/<source>_tokens  data/<source>_epochs                  of a mixture: tokens counted in a step, epochs so far
 optim/lr  optim/grad_norm  optim/loss_scale  optim/skipped_steps (so far)
 speed/tokens_per_s  speed/mfu (a fraction)  speed/step_s  speed/tokens (so far)
@@ -24,7 +25,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from dzero.errors import RunError
-from dzero.monitor.records import RunSummary, StepRecord
+from dzero.monitor.records import RunSummary, StepRecord, perplexity
 from dzero.monitor.summary import summary_tables
 from dzero.utils.terminal import Table, plain
 
@@ -64,7 +65,7 @@ class TensorBoardSink:
                     self._writer.add_scalar(tag, value, record.step)
 
     def held_out(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
-        """Write a held-out loss [nats], and that of each source of a mixture."""
+        """Write a held-out loss [nats] and its perplexity, and those of each source of a mixture."""
         for tag, value in held_out_scalars(loss, by_source).items():
             self._writer.add_scalar(tag, value, step)
 
@@ -134,8 +135,11 @@ def scalars(record: StepRecord) -> dict[str, float | None]:
 
 
 def held_out_scalars(loss: float, by_source: Mapping[str, float]) -> dict[str, float]:
-    """Return the held-out loss, and that of each source of a mixture, by tag."""
-    return {"loss/held_out": loss, **{f"loss/held_out_{name}": each for name, each in by_source.items()}}
+    """Return the held-out loss and its perplexity, and those of each source of a mixture, by tag."""
+    losses = {"held_out": loss, **{f"held_out_{name}": each for name, each in by_source.items()}}
+    return {f"loss/{name}": each for name, each in losses.items()} | {
+        f"perplexity/{name}": perplexity(each) for name, each in losses.items()
+    }
 
 
 def code_block(text: str, language: str = "") -> str:

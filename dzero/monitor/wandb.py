@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dzero.errors import import_optional
-from dzero.monitor.records import RunSummary, StepRecord
+from dzero.monitor.records import RunSummary, StepRecord, perplexity
 from dzero.monitor.tensorboard import held_out_scalars, scalars
 
 
@@ -38,7 +38,7 @@ class WandbSink:
             self._run.log(known, step=record.step)
 
     def held_out(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
-        """Send a held-out loss [nats], and that of each source of a mixture."""
+        """Send a held-out loss [nats] and its perplexity, and those of each source of a mixture."""
         self._run.log(held_out_scalars(loss, by_source), step=step)
 
     def note(self, step: int, message: str) -> None:
@@ -46,7 +46,11 @@ class WandbSink:
 
     def summary(self, summary: RunSummary) -> None:
         """Set the closing figures of the run."""
-        self._run.summary.update({"loss": summary.loss, "held_out_loss": summary.held_out_loss, "steps": summary.steps})
+        held_out = summary.held_out_loss
+        figures = {"loss": summary.loss, "held_out_loss": held_out, "steps": summary.steps}
+        if held_out is not None:
+            figures["held_out_perplexity"] = perplexity(held_out)
+        self._run.summary.update(figures)
 
     def close(self) -> None:
         """Send what is left, and end the run."""

@@ -3,7 +3,7 @@
 searched settings   those of `estimate/candidates.py` that are not given
 given settings      keep their values: on the command line (a group gives all its settings), or not the default
 sequences per step  keep their number: train.accumulate follows the microbatch. Giving one of the two fixes both;
-                    train.accumulate=null train.global_sequences=N leaves both free
+                    train.global_sequences=N with train.accumulate=null leaves both free
 ranks               each decides on its own from the same figures, so all choose alike
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from dzero.config import RunConfig
+from dzero.config import RunConfig, with_settings
 from dzero.errors import RunError
 from dzero.estimate.candidates import ACCUMULATE, MICROBATCH, STAGE, Candidate, Settings, space
 from dzero.estimate.hardware_spec import HardwareConfig
@@ -55,7 +55,7 @@ def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
     if not ranking.best:
         raise RunError(nothing_fits(ranking, defaults))
     best = ranking.best[0]
-    resolve_auto = with_settings(config, best.candidate.settings)
+    resolve_auto = with_choice(config, best.candidate.settings)
     return AutoChoice(config=resolve_auto, ranking=ranking, defaults=defaults, line=headline(best, defaults))
 
 
@@ -95,7 +95,7 @@ def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareC
     candidates, why = [], ""
     for simplicity, settings in enumerate(dict(each) for each in distinct):
         try:
-            run = with_settings(config, settings)
+            run = with_choice(config, settings)
             layout = layout_of(run, hardware.device_type)
         except ValueError as error:
             why = why or str(error)
@@ -135,17 +135,12 @@ def default_of(config: RunConfig, key: str) -> Any:
     return getattr(type(getattr(config, group)), name)
 
 
-def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+def with_choice(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """Return the run with chosen values of some settings; raises ValueError like the dataclasses.
 
     What is given of scratch disks, in case they are chosen, is left out if they are not.
     """
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        group, _, name = key.partition(".")
-        groups.setdefault(group, {})[name] = value
-    chosen = {group: replace(getattr(config, group), **each) for group, each in groups.items()}
-    run = replace(config, auto=False, **chosen)
+    run = with_settings(config, settings, auto=False)
     return replace(run, offload=run.offload.without_idle())
 
 

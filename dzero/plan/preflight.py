@@ -44,10 +44,11 @@ from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.offload.disk_nodes import by_node, nodes_of_local_ranks
 from dzero.optim.build import check_options, owned_states
+from dzero.overrides import tell, typed_keys
 from dzero.plan.auto import candidates_of, resolve_auto, subject_of
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, pipeline_stages_of, units_of
 from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
-from dzero.plan.run_layout import layout_of, ranks_of, workers_of
+from dzero.plan.run_layout import check_tokenizer, layout_of, ranks_of, settled, workers_of
 from dzero.plan.search_tables import words
 from dzero.utils.scratch_paths import make_folder
 from dzero.zero.offload_config import KINDS, DiskConfig, OffloadConfig
@@ -73,11 +74,16 @@ def prepare_run(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int
 def resolve_run(config: RunConfig, given: Sequence[str]) -> RunConfig:
     """Return the configuration that will be trained, with settings `given` as `key=value`; RunError if it cannot fit.
 
-    Under torchrun all ranks reach the same result, and the first rank of each node reports it.
+    Settings of presets give way to those `given`, and are told. Under torchrun all ranks reach the same result, and the
+    first rank of each node reports it.
     """
     try:
         with user_errors():
+            config, gave_way = settled(config, typed_keys(given))
+            tell(gave_way)
+            given = [*given, *(way.word for way in gave_way)]
             check_options(config.optim)
+            check_tokenizer(config)
             check_scratch(config.offload)
             if config.launch.check_memory:
                 check_least(config)

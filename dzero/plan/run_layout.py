@@ -6,25 +6,28 @@ This module is separate from config.py because it needs torch, which composing a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from dzero.compatibility import check_compatible
-from dzero.config import RunConfig
-from dzero.data.corpus import sources_of
+from dzero.config import RunConfig, with_settings
+from dzero.data.corpus import sources_of, tokenizer_size
 from dzero.data.files import find
 from dzero.errors import import_optional, user_errors
 from dzero.launch.config import check_group, launched
 from dzero.launch.devices import check_workers, device_type, worker_count
-from dzero.models.hf import check_folder
+from dzero.models.config import check_vocabulary
+from dzero.models.hf import check_folder, check_vocabulary_of
 from dzero.optim.build import check_layout, check_rule_name, rule_states
 from dzero.parallel.blocks import apply_loss_tiles
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
+from dzero.precedence import NOTHING_TYPED, GaveWay, Typed, settle
 from dzero.utils.hub_cache import is_repository
 from dzero.utils.rules import Settings
 from dzero.zero.config import sums_exactly
@@ -109,19 +112,49 @@ def check_ranks(config: RunConfig, world: int) -> None:
     layout_of(config, device_type(config.launch), config.mesh.data_ranks(world))
 
 
-def check_all_here(runs: Sequence[RunConfig]) -> None:
-    """Check all runs of a command line before the first one starts; raises RunError."""
+def settled(config: RunConfig, typed: Typed) -> tuple[RunConfig, tuple[GaveWay, ...]]:
+    """Return the run in which presets gave way to what was typed, as `dzero/precedence.py` says, and what gave way.
+
+    Here settings are checked together with the number of ranks and the devices. Raises ValueError.
+    """
+
+    def check(values: Mapping[str, Any]) -> RunConfig:
+        return _fits_ranks(with_settings(config, values))
+
+    return settle(dict[str, Any](), check, lambda values, way: {**values, way.key: way.value}, typed)
+
+
+def _fits_ranks(config: RunConfig) -> RunConfig:
+    """Return `config`; raise ValueError if its settings do not fit this machine's ranks."""
+    check_compatible(Settings.of(profile=config.profile).having({"device": device_type(config.launch)}))
+    layout_of(config, device_type(config.launch))
+    return config
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """Raise ValueError if the tokenizer has ids that the model has no embedding for, before any data are tokenized."""
+    size = tokenizer_size(config.data, config.model_folder)
+    if size is None:
+        return
+    if config.model.name_or_path is not None:
+        check_vocabulary_of(config.model.name_or_path, size)
+    else:
+        check_vocabulary(config.model.vocab_size, size)
+
+
+def check_all_here(runs: Sequence[RunConfig], typed: Typed = NOTHING_TYPED) -> None:
+    """Check all runs of a command line, on which was `typed`, before the first one starts; raises RunError."""
     for config in runs:
         with user_errors():
-            check_here(config)
+            check_here(config, typed)
 
 
-def check_here(config: RunConfig) -> None:
+def check_here(config: RunConfig, typed: Typed = NOTHING_TYPED) -> None:
     """Raise ValueError or OSError for problems with this machine's devices and files, before any worker starts."""
     check_group()
-    check_compatible(Settings.of(profile=config.profile).having({"device": device_type(config.launch)}))
     if not launched():
         check_workers(workers_of(config))
+        config, _ = settled(config, typed)
         check_ranks(config, workers_of(config))
     elif config.launch.workers is not None:
         raise ValueError(f"launch.workers={config.launch.workers} has no effect under torchrun; remove it")
@@ -132,9 +165,12 @@ def check_here(config: RunConfig) -> None:
     elif config.data.paths is not None:
         sources_of(config.data)
     elif config.data.kind == "chat":
-        raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
+        raise ValueError("data.kind=chat: set data.path to a .jsonl, .json or .parquet file of chats, or a folder")
     if config.model.name_or_path is not None:
         check_folder(config.model.name_or_path)
+    if (source := config.resume.source) not in (None, "auto") and not Path(str(source)).is_dir():
+        latest = f"the latest in checkpoint.folder={config.checkpoint.folder}"
+        raise FileNotFoundError(f"resume={source}: no such folder; take resume=auto for {latest}, or a checkpoint's")
     weights = config.model.weights
     if isinstance(weights, str) and not Path(weights).is_dir():
         repair = f": run `hf download {weights}` first" if is_repository(weights) else ""

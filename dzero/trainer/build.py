@@ -24,6 +24,7 @@ from dzero.comm.dtensor_traffic import dtensor_traffic
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.data.batch import IGNORED, Batch
+from dzero.errors import RunError
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
 from dzero.models.adapters import add_adapters
 from dzero.models.base_record import base_record
@@ -31,6 +32,7 @@ from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE, added_of, with_added
+from dzero.models.published import why_unpublished
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.expert.bias import BiasUpdate
 from dzero.parallel.expert.dispatch import expected_experts
@@ -74,6 +76,8 @@ class BuiltModel:
         model = build(config.model, vocab_size)
         weights = weights_of(config.model, model)
         adapters = add_adapters(model, config.adapter, config.model.weights_folder)
+        if config.export.at_end and (reason := why_unpublished(model, merge=config.export.merge)):
+            raise RunError(f"export.at_end=true: {reason}")
         kinds = config.precision.frozen, config.precision.param
         self.base = base_record(model, weights, *kinds) if config.adapter.kind != "none" else None
         weights = adapters.first_values(weights)

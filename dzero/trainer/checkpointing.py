@@ -2,8 +2,9 @@
 
 A resumed run has the same bits as one that was never stopped. So besides the states, a checkpoint stores the position
 in the data, the number of steps (which determines the learning rate), the loss scale, every rank's random generators
-and, for exports, a description of the model. Settings always come from the command line, never from a checkpoint;
-differences are reported.
+and, for exports, a description of the model. Settings come from the command line, never from a checkpoint; differences
+are reported. Those of the update rule are states too (`resume.override`), so a difference that nobody asked for is
+refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import LambdaLR
 
 from dzero.checkpoint.checkpointer import Checkpointer, Resumed
+from dzero.checkpoint.config import GROUP_SETTINGS
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import BASE
 from dzero.checkpoint.format import MANIFEST
@@ -94,7 +96,8 @@ class RunCheckpoints:
             return 0
         config, resumed = self._config.resume, None
         if config.source is not None:
-            resumed = self._checkpoints.resume(config.source, strict=config.strict)
+            groups = self._optim.scalars()["groups"]
+            resumed = self._checkpoints.resume(config.source, strict=config.strict, override=self._overridden())
             if resumed is None:
                 self.notes.append(f"resume: no checkpoint in {self._config.checkpoint.folder}; the run starts afresh")
         if resumed is None:
@@ -104,12 +107,14 @@ class RunCheckpoints:
         for note in resumed.notes:  # immediately, and on stderr, which schedulers mail
             print(f"WARNING: {note}", file=sys.stderr, flush=True)
         if IMPORTED in resumed.extra:
+            self._optim.take_settings(groups)
             return self._continue_imported(resumed)
         if missing := sorted({"stream", "step_sequences", "config"} - resumed.extra.keys()):
             raise CheckpointError(str(resumed.path), f"it lacks {', '.join(missing)}: it was not saved by train.py")
         check_extra(str(resumed.path / MANIFEST), resumed.extra)
         self.notes += [*resumed.notes, f"resumed from {resumed.path}, after step {resumed.step}", *self._drift(resumed)]
         self._check_base(resumed)
+        self._check_rule(resumed)
         self._stream.load_state_dict(resumed.extra["stream"])
         if "held_out" in resumed.extra:
             self._held_out.load_state_dict(resumed.extra["held_out"])
@@ -140,9 +145,10 @@ class RunCheckpoints:
         if self._checkpoints is None:
             return False
         config, end = self._config.checkpoint, step == self._config.train.steps
-        self._tell(step, monitor, self._checkpoints.finished)
         due = stop or (end and config.last) or (config.keep_best and self._held_out.is_best(step))
-        if config.every is not None and (due or step % config.every == 0):
+        saves = config.every is not None and (due or step % config.every == 0)
+        self._tell(step, monitor, self._checkpoints.finish if saves else self._checkpoints.finished)
+        if saves:
             self._tell(step, monitor, lambda: self._save(step))
         return (end or stop) and self._tell(step, monitor, self._checkpoints.finish)
 
@@ -219,13 +225,27 @@ class RunCheckpoints:
         return any(was.get(axis, 1) != getattr(self._config.mesh, axis) for axis in (TENSOR, PIPELINE))
 
     def _set_steps(self, steps: int) -> None:
-        """Set the learning rates to those of this run's settings after `steps`."""
+        """Put the schedule of this run where it is after `steps`, which determines the learning rates."""
         schedule = self._schedule
         schedule.last_epoch = steps
         rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
         for group, rate in zip(self._optim.param_groups, rates, strict=True):
             group["lr"] = rate
         set_last_lr(schedule, rates)
+
+    def _overridden(self) -> list[str]:
+        """Return the settings of parameter groups that `resume.override` names."""
+        keys = [(key, GROUP_SETTINGS[key]) for key in self._config.resume.override]
+        return [name for key, own in keys for name in ([*self._config.optim.options] if own is None else [own])]
+
+    def _check_rule(self, resumed: Resumed) -> None:
+        """Raise CheckpointError if a setting of the update rule, which resumes with the groups, is given otherwise."""
+        for key, was, now in self._changes(resumed):
+            setting = "optim.options" if key.startswith("optim.options.") else key
+            if setting in GROUP_SETTINGS and setting not in self._config.resume.override:
+                raise CheckpointError(
+                    str(resumed.path), f"{key} was {was}, is {now}: to change it, add resume.override=[{setting}]"
+                )
 
     def _check_batch(self, resumed: Resumed) -> None:
         """Raise CheckpointError if the number of sequences per step has changed."""
@@ -251,10 +271,14 @@ class RunCheckpoints:
 
     def _drift(self, resumed: Resumed) -> list[str]:
         """Return a message for each setting that differs from the saved run."""
+        return [f"resume: {key} was {was}, is {now}" for key, was, now in self._changes(resumed)]
+
+    def _changes(self, resumed: Resumed) -> list[tuple[str, Any, Any]]:
+        """Return each setting that differs from the saved run, with its values there and here."""
         was = renewed_settings(_flat(resumed.extra["config"]))
         now = _flat(OmegaConf.to_container(OmegaConf.structured(self._config)))
         keys = [key for key in sorted({*was, *now}) if key.split(".")[0] not in NO_NEWS]
-        return [f"resume: {key} was {was.get(key)}, is {now.get(key)}" for key in keys if was.get(key) != now.get(key)]
+        return [(key, was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key)]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

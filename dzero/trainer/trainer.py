@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
 from dzero.comm.collectives import gather_json
+from dzero.comm.watchdog import Watchdog
 from dzero.config import RunConfig, as_yaml
 from dzero.data.chats import ChatCorpus
 from dzero.data.corpus import load
@@ -25,9 +26,8 @@ from dzero.data.mixed_sequences import stream_over
 from dzero.data.mixture import MixedCorpus
 from dzero.data.prefetch import BatchPrefetcher
 from dzero.errors import RunError, user_errors
-from dzero.hardware import format_count
+from dzero.hardware import dtype_of, format_count, slow_products
 from dzero.launch.signals import EXIT_SAVED, StopRequest
-from dzero.launch.watchdog import Watchdog
 from dzero.models.build import count
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.out_of_memory import explained
@@ -63,7 +63,7 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
         folder = Path(gather_json(str(run_folder.absolute()), world)[0])
         with user_errors():
             trainer = Trainer(config, folder, device)
-        watch.follow(trainer.sharded.ledger.collective_log)
+        watch.started()
         if trainer.is_done:
             trainer.close()
         else:
@@ -156,7 +156,9 @@ class Trainer:
         deadline_s = config.checkpoint.deadline_s if config.checkpoint.every is not None else None
         with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
             float8 = self.sharded.float8
+            slow = slow_products(dtype_of(config.precision.param), self.device.type)
             products = [] if float8 is None else [float8.line()]
+            products += [slow] if slow else []
             for line in [self._describe_run(), *products, *self.optim.describe(), *self.saves.notes]:
                 monitor.note(self.done_steps, line)
             self.recorder.memory.reset()

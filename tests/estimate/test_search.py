@@ -24,7 +24,7 @@ from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.search import HEADROOM, Fits, Subject, search, short_bytes
 from dzero.hardware import format_bytes
 from dzero.overrides import composed
-from dzero.plan.auto import candidates_of, choose, default_of, given_settings, subject_of, with_settings
+from dzero.plan.auto import candidates_of, choose, default_of, given_settings, subject_of, with_choice
 from dzero.plan.search_tables import nothing_fits, ranking_tables, words
 from dzero.utils.terminal import plain
 from dzero.zero.offload_config import KINDS, DiskConfig, OffloadConfig
@@ -93,7 +93,7 @@ def runs_within(budgets: Sequence[tuple[int, ...]], pool: Pool, searched: Search
     config, candidates, on = searched
     hardware = [node(*budget) for budget in budgets]
     best = [search(candidates, on(each)).best[0] for each in hardware]
-    runs = [with_settings(config, each.candidate.settings) for each in best]
+    runs = [with_choice(config, each.candidate.settings) for each in best]
     disk = DiskConfig(paths=[str(folder)])
     runs = [
         replace(run, offload=replace(run.offload, disk=disk)) if run.offload.moments == "disk" else run for run in runs
@@ -229,7 +229,7 @@ def test_what_is_given_stays_and_the_step_keeps_its_sequences(
     candidates = candidates_of(config, fixed, hardware)
     asked = [line.partition("=") for line in given if line not in FREE]
     for candidate in candidates:
-        run = with_settings(config, candidate.settings)
+        run = with_choice(config, candidate.settings)
         assert run.train.sequences(RANKS) == config.train.sequences(RANKS)
         for key, _, value in asked:
             group, _, name = key.partition(".")
@@ -283,14 +283,14 @@ def test_a_choice_can_be_pasted(searched: Searched) -> None:
         pasted = [*words(best.settings, defaults).split()]
         batch = [] if any("accumulate" in word for word in pasted) else ["train.accumulate=1"]
         again = composed([*SMALL[:-1], FREE[1], *batch, *pasted], CONF)
-        assert again == with_settings(config, best.settings)
+        assert again == with_choice(config, best.settings)
 
 
 def test_given_scratch_disks_are_those_of_choices_on_disk(tmp_path: Path) -> None:
     config = run_of(*SMALL, f"offload.disk.paths=[{tmp_path}]", "offload.prefetch_units=3")
-    on_disk = with_settings(config, {"offload.master": "disk", "offload.moments": "disk"}).offload
+    on_disk = with_choice(config, {"offload.master": "disk", "offload.moments": "disk"}).offload
     assert (on_disk.disk.paths, on_disk.prefetch_units) == ([str(tmp_path)], 3)
-    assert with_settings(config, {"offload.master": "host"}).offload == OffloadConfig(master="host")
+    assert with_choice(config, {"offload.master": "host"}).offload == OffloadConfig(master="host")
 
 
 def test_train_says_what_was_chosen_and_trains_it(tmp_path: Path) -> None:

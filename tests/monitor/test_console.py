@@ -37,7 +37,8 @@ def test_a_file_gets_held_out_losses_and_notes_as_they_come() -> None:
     console.held_out(20, 3.25, {})
     console.note(21, "skipped: gradient of [layers.0.w] is not finite")
     assert file.getvalue() == (
-        "step=20 held_out_loss=3.2500\nstep=21 skipped: gradient of [layers.0.w] is not finite\n"
+        "step=20 held_out_loss=3.2500 held_out_perplexity=25.790\n"
+        "step=21 skipped: gradient of [layers.0.w] is not finite\n"
     )
 
 

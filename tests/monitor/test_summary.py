@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import pytest
 from sample_records import CONTROL, GATHER, MIB, REDUCE, SUMMARY
 
 from dzero.comm.ledger import Traffic
 from dzero.monitor.meter import Throughput
 from dzero.monitor.summary import memory_table, result_table, summary_tables, traffic_table
+from dzero.monitor.tensorboard import held_out_scalars
 from dzero.utils.terminal import plain
 
 
@@ -52,10 +55,21 @@ def test_memory_of_many_ranks_is_shown_by_its_extremes() -> None:
     assert [row[0] for row in memory_table(many).rows] == ["0 (least)", "9 (most)"]  # 9 * 7 = 63
 
 
+@pytest.mark.parametrize(
+    ("loss", "shown"), [(0.0, "1.000"), (2.5, "12.182"), (14.0, "1.2e+06"), (1e4, "inf"), (math.nan, "nan")]
+)
+def test_the_perplexity_is_the_exponential_of_the_held_out_loss_and_overflows_to_infinity(
+    loss: float, shown: str
+) -> None:
+    assert dict(result_table(replace(SUMMARY, held_out_loss=loss)).rows)["held-out perplexity"] == shown
+    assert held_out_scalars(loss, {"a": 0.0})["perplexity/held_out_a"] == 1.0
+
+
 def test_what_is_not_known_is_said() -> None:
     values = dict(result_table(replace(SUMMARY, speed=Throughput(), peak_flops=None, held_out_loss=None)).rows)
     assert values["MFU"] == "unknown peak"
     assert values["held-out loss"] == "not evaluated"
+    assert "held-out perplexity" not in values
     assert values["tokens/s"].startswith("unknown")
     known = dict(result_table(SUMMARY).rows)
     assert known["MFU"] == "42.1% of 989.4 TFLOP/s per device"

@@ -145,7 +145,7 @@ def test_a_run_under_way_is_planned_without_touching_its_random_numbers() -> Non
 def test_a_plan_that_fails_is_told_in_a_line_and_raises_nothing(tmp_path: Path) -> None:
     told = log_plan(TensorBoardSink(tmp_path), 1, settled("train.global_sequences=8"), 3, "cpu", 256)
     assert told == (None, ANY)
-    assert str(told[1]).startswith("TensorBoard has no plan of this run: ValueError: train.global_sequences=8")
+    assert str(told[1]).startswith("TensorBoard has no plan of this run: IncompatibleError: train.global_sequences=8")
 
 
 def test_a_run_has_its_plan_in_its_board(pool: Pool, tmp_path: Path) -> None:

@@ -48,8 +48,11 @@ def saved(folder: Path) -> list[str]:
 
 WAYS = {
     "parameters": ["zero.stage=3", "offload=host"],
-    "adapters": ["adapter=lora", "zero.stage=2", "optim.lr=1.0"],
+    "adapters": ["adapter=lora", "zero.stage=2", "adapter.target_modules=[q_proj,lm_head]"],
 }
+WORSE = ["optim.lr=10", "optim.betas=[0.9,0.999]", "schedule.kind=constant", "schedule.warmup_steps=24"]
+"""Each step moves every parameter by more than all steps before it: logits grow with the square of the steps, and the
+held-out loss with them. The first evaluation is the best one, on any machine."""
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -61,7 +64,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_a_resumed_run_knows_it(
 ) -> None:
     if way == "adapters":
         pytest.importorskip("peft")
-    settings = words(model, tmp_path, "optim.lr=0.3", "train.epochs=12", "train.evaluate_every_steps=2", *WAYS[way])
+    settings = words(model, tmp_path, *WORSE, "train.epochs=12", "train.evaluate_every_steps=2", *WAYS[way])
     settings += ["train.answers=0", f"checkpoint.folder={tmp_path / 'saved'}", "checkpoint.every=3"]
     settings += ["checkpoint.keep=1", "checkpoint.keep_best=true", "export.which=best"]
     found = pool.run(ran, 2, [*settings, "train.patience=3"], tmp_path)[0]

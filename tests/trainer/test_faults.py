@@ -14,8 +14,8 @@ from pool import Pool
 from small_runs import Told, settled, train, write_text
 from train_runs import SECONDS, SMALLEST, TORCHRUN, running
 
+from dzero.comm.watchdog import BEAT_S
 from dzero.launch.signals import EXIT_SAVED
-from dzero.launch.watchdog import BEAT_S
 
 HERE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
 LONG = ("zero.stage=3", "train.steps=100000")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_token_loss import Silent
 
 from dzero.errors import RunError
 from dzero.overrides import composed
+from dzero.plan.preflight import resolve_run
 from dzero.trainer.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
@@ -65,6 +67,34 @@ ONE_STEP = [
     "train.epochs=1",
     "export.at_end=false",
 ]
+
+
+@pytest.mark.parametrize(("less", "refused"), [(0, False), (1, True), (-5, False)])
+def test_a_tokenizer_larger_than_the_model_is_refused_before_anything_is_tokenized(
+    model: Path, tmp_path: Path, less: int, refused: bool
+) -> None:
+    changed, ids = tmp_path / "model", len(transformers.AutoTokenizer.from_pretrained(model))
+    shutil.copytree(model, changed)
+    sizes = json.loads((changed / "config.json").read_text()) | {"vocab_size": ids - less}
+    (changed / "config.json").write_text(json.dumps(sizes))
+    given = words(changed, tmp_path, "launch.workers=1", "launch.check_memory=false")
+    if not refused:
+        resolve_run(composed(given, CONF), given)
+        return
+    with pytest.raises(RunError) as told:
+        resolve_run(composed(given, CONF), given)
+    assert f"its vocab_size={ids - 1}: the tokenizer or the data has ids up to {ids - 1}" in str(told.value)
+    assert f"or give the model more: resize_token_embeddings({ids})" in str(told.value)
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_of_sizes_has_an_embedding_for_each_id_of_the_tokenizer() -> None:
+    given = ["model.vocab_size=255", "launch.workers=1", "launch.check_memory=false"]
+    with pytest.raises(RunError, match=r"model\.vocab_size=255: .* ids up to 255, .* or a model\.vocab_size ≥ 256"):
+        resolve_run(composed(given, CONF), given)
+    given[0] = "model.vocab_size=256"
+    assert resolve_run(composed(given, CONF), given).model.vocab_size == 256
 
 
 def stepped(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
@@ -209,8 +239,8 @@ def test_a_run_whose_held_out_loss_falls_no_more_ends_and_is_saved_and_exported(
     [
         (["data.loss_on=user"], r"data.loss_on='user': choose one of"),
         (["--config-name=finetun"], r"--config-name finetun: choose one of .*did you mean finetune\?"),
-        (["mesh.pp=2"], "mesh.pp=2 with data.pack=null and data.kind=chat and model.kind=hf"),
-        (["train.steps=3"], "train.steps=3 has no effect with train.epochs=3"),
+        (["mesh.pp=2", "data.pack=null"], "mesh.pp=2 with data.pack=null and data.kind=chat and model.kind=hf"),
+        (["train.steps=3", "train.epochs=3"], "train.steps=3 has no effect with train.epochs=3"),
         (["data.field=text"], "data.field=text has no effect on chat"),
     ],
 )

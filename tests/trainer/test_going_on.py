@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,3 +157,35 @@ def test_a_checkpoint_of_another_loop_is_refused_by_name(pool: Pool, text: Path,
     resumed = settled(text, *saving, "train.steps=2", "resume=auto")
     with pytest.raises(WorkerError, match=r"step_00000001: it lacks stream: it was not saved by train\.py"):
         pool.run(watched, 2, resumed, tmp_path, timeout_s=SECONDS)
+
+
+ABSURD: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "epoch": (("extra", "stream", "epoch"), 2**62, "the token stream cannot stand at epoch 4611686018427387904"),
+    "skips": (("optim", "skipped_steps"), -1, "state.optim.skipped_steps: Expected `int` >= 0"),
+    "sequences": (("extra", "step_sequences"), 0, "state.extra.step_sequences: Expected `int` >= 1"),
+    "worse": (("extra", "held_out", "worse"), 2**60, "state.extra.held_out.worse: Expected `int` <= 9007199254740992"),
+    "groups": (("optim", "groups"), [], "state.optim.groups has no parameter"),
+    "parameters": (("optim", "groups"), [{"params": []}], "state.optim.groups has no parameter"),
+    "scale": (
+        ("optim", "scaler"),
+        {"scale": 0, "good_steps": 0, "bad_steps": 0},
+        "'scale': 0}, no scale of a loss",
+    ),
+}
+
+
+def test_absurd_numbers_in_a_sealed_manifest_are_refused(pool: Pool, text: Path, tmp_path: Path) -> None:
+    saving = ["train.evaluate_batches=0", "checkpoint.every=1", f"checkpoint.folder={tmp_path / 'checkpoints'}"]
+    pool.run(watched, 1, settled(text, *saving, "train.steps=1"), tmp_path, timeout_s=SECONDS)
+    manifest = tmp_path / "checkpoints" / "step_00000001" / MANIFEST
+    honest = manifest.read_bytes()
+    resumed = settled(text, *saving, "train.steps=2", "resume=auto")
+    for keys, value, says in ABSURD.values():
+        found = unseal(honest, Manifest, str(manifest))
+        at = found.state
+        for key in keys[:-1]:
+            at = at.setdefault(key, {"loss": None, "step": 0, "worse": 0})
+        at[keys[-1]] = value
+        manifest.write_bytes(seal(found)[0])
+        with pytest.raises(WorkerError, match=re.escape(says)):
+            pool.run(watched, 1, resumed, tmp_path, timeout_s=SECONDS)

@@ -55,8 +55,10 @@ LORA = [
 ]
 RULES = {
     "SGD": ["optim.rule=SGD", "optim.lr=0.5"],
-    "adamw": ["optim.lr=1e-3"],
+    "adamw": ["optim.lr=1e-3", "optim.eps=1e-3"],
 }
+"""Rules that pass a difference in a gradient on at most once: by lr = 0.5, and by lr / eps = 1. With a small eps, a
+gradient near zero would be divided by itself, so that rounding alone moves its parameter by up to lr."""
 
 
 def adapters(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -95,7 +97,7 @@ def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str, **more: Any)
     params = [named[name] for name in first]
     optim: torch.optim.Optimizer = torch.optim.SGD(params, 0.5)
     if rule == "adamw":
-        optim = torch.optim.AdamW(params, 1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        optim = torch.optim.AdamW(params, 1e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
     tokenizer, losses = transformers.AutoTokenizer.from_pretrained(folder), []
     for _ in range(STEPS):
         total, count = torch.zeros(()), 0
