@@ -17,7 +17,7 @@ from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.errors import import_optional
 from dzero.optim.base import MasterOptimizer
-from dzero.zero.sharded import Sharded
+from dzero.zero.sharded import Sharded, check_sharded
 
 accelerate: Any = import_optional("accelerate", "checkpoint_with", "hf")
 
@@ -41,6 +41,7 @@ def checkpoint_with(accelerator: Any, sharded: Sharded, optim: MasterOptimizer) 
     Raises:
         ValueError: `accelerate launch` was told to shard by another library.
     """
+    check_sharded(sharded, "checkpoint_with")
     if (kind := accelerator.distributed_type.name) in OF_ITS_OWN:
         raise ValueError(
             f"accelerate launch with {kind}: it would save a model that it did not shard; launch with --multi_gpu or "
@@ -51,7 +52,7 @@ def checkpoint_with(accelerator: Any, sharded: Sharded, optim: MasterOptimizer) 
         _refuse_wrapped(accelerator, optim)
         _leave_out(sharded, models, weights)
         with Checkpointer(CheckpointConfig(folder=str(Path(folder) / STATES)), sharded, optim) as checkpoints:
-            checkpoints.save(accelerator.save_iteration, {"groups": _settings(optim)})
+            checkpoints.save(accelerator.save_iteration, {})
 
     def load(models: list[Any], folder: str) -> None:
         _refuse_wrapped(accelerator, optim)
@@ -60,18 +61,10 @@ def checkpoint_with(accelerator: Any, sharded: Sharded, optim: MasterOptimizer) 
         if not states.is_dir():
             raise ValueError(f"{folder}: no states of dzero ({STATES}/) are there; save_state after checkpoint_with()")
         with Checkpointer(CheckpointConfig(folder=str(states)), sharded, optim) as checkpoints:
-            resumed = checkpoints.resume("auto", strict=True)
-        assert resumed is not None
-        for group, saved in zip(optim.param_groups, resumed.extra["groups"], strict=True):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+            checkpoints.resume("auto", strict=True)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-
-
-def _settings(optim: MasterOptimizer) -> list[dict[str, Any]]:
-    """Return the settings of the parameter groups, which a schedule of torch changes and reads."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups]
 
 
 def _leave_out(sharded: Sharded, models: list[Any], parallel: list[Any]) -> None:

@@ -17,12 +17,11 @@ from torch import nn
 
 from dzero.optim.adamw import AdamW
 from dzero.optim.base import MasterOptimizer
+from dzero.optim.group_settings import KERNELS
 from dzero.optim.requires_unsharded import ELEMENTWISE, PARAMETERWISE, UNKNOWN, needs_of
 from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.sharded import Sharded
 
-KERNELS = ("fused", "foreach")
-"""Settings that choose among torch's own kernels, and change no number that a user would see."""
 ADAMW_ONLY = {
     "amsgrad": False,
     "maximize": False,

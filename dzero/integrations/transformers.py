@@ -18,7 +18,6 @@ Everything else is Trainer's own: data, schedules, callbacks, evaluation, logs a
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import sys
@@ -32,7 +31,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
@@ -43,10 +41,13 @@ from dzero.integrations.deepspeed.trainer import TrainerConfig
 from dzero.integrations.trainer_checkpoints import checkpoint_to_resume
 from dzero.integrations.trainer_optimizer import OptimizerRecipe, Skips
 from dzero.integrations.trainer_refusals import refuse
-from dzero.mesh import make_mesh
+from dzero.mesh import join_alone, make_mesh
+from dzero.models.published import why_unpublished
 from dzero.optim.base import MasterOptimizer
+from dzero.optim.total_norm import clip_grad_norm_
 from dzero.parallel.blocks import find_blocks
 from dzero.parallel.forward_wrapping import wrap_method
+from dzero.utils.torch_internals import TIMEOUTS, set_timeout
 from dzero.zero.shard import shard
 from dzero.zero.sharded import Sharded
 
@@ -104,6 +105,7 @@ class DzeroMixin:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         refuse(trainer)
+        self._refuse_unsaved()
         self._deepspeed = None if deepspeed is None else TrainerConfig(deepspeed, trainer.args)
         if self._deepspeed is not None:
             self._shard_settings = self._deepspeed.settings
@@ -111,6 +113,18 @@ class DzeroMixin:
                 raise ValueError("deepspeed= and optimizers=: give the optimizer in the file or in TrainingArguments")
         trainer.place_model_on_device = False
         trainer.accelerator.backward = self._backward
+
+    def _refuse_unsaved(self) -> None:
+        """Raise ValueError before training for a model that the first checkpoint could not hold."""
+        trainer: Any = self
+        model: nn.Module = trainer.model
+        if trainer.args.save_strategy == "no" or not isinstance(model, _published()):
+            return
+        if reason := why_unpublished(model, merge=False):
+            raise ValueError(
+                f"DzeroTrainer with save_strategy={trainer.args.save_strategy.value!r}: {reason}. With "
+                "save_strategy='no', dzero.save_pretrained and dzero.Checkpointer save trainer.sharded after training"
+            )
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Leave 16-bit dtypes and compilation to the layout."""
@@ -130,10 +144,11 @@ class DzeroMixin:
             return self.sharded
         settings = {"stage": 2, "precision": self._precision(), **self._shard_settings}
         replicas = settings.pop("replicate", None)
-        if not dist.is_initialized():  # a script that was started without torchrun
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
-            dist.init_process_group(store=store, rank=0, world_size=1)
-            atexit.register(dist.destroy_process_group)
+        join_alone()  # a script that was started without torchrun
+        # transformers 5.24 gives the process group `ddp_timeout` on GPUs, and torch's 30 minutes on CPUs.
+        world = dist.group.WORLD
+        if TIMEOUTS.is_there and world is not None:
+            set_timeout(trainer.args.ddp_timeout_delta, world)
         if replicas is not None:
             settings["mesh"] = make_mesh(trainer.args.device.type, replicate=replicas)
         if trainer.args.torch_compile:
@@ -225,8 +240,6 @@ class DzeroMixin:
         trainer.model_wrapped = trainer.model
         if resume_from_checkpoint is not None:
             trainer.lr_scheduler.load_state_dict(self._load_states(resume_from_checkpoint)["schedule"])
-            for group, lr in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr(), strict=True):
-                group["lr"] = lr
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(trainer.callback_handler, name, getattr(trainer, name))
         trainer.callback_handler.train_dataloader = train_dataloader
@@ -258,10 +271,9 @@ class DzeroMixin:
         looked_at = any(type(each).on_pre_optimizer_step is not silent for each in trainer.callback_handler.callbacks)
         if trainer.args.fp16 or not looked_at:
             return self._norm
-        norm = nn.utils.get_total_norm([param.grad.float() for param in model.parameters() if param.grad is not None])
-        nn.utils.clip_grads_with_norm_(model.parameters(), trainer.args.max_grad_norm, norm)
+        norm = clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.max_norm = None
-        self._clipped_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self._clipped_norm = float(norm)
         return self._norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
@@ -309,8 +321,6 @@ class DzeroMixin:
             if trainer.args.should_save:
                 shutil.rmtree(folder.parent)
         if trainer.args.should_save:
-            if isinstance(trainer.model, transformers.PreTrainedModel) and trainer.model.can_generate():
-                trainer.model.generation_config.save_pretrained(target)
             processing = trainer.processing_class
             if processing is None:
                 processing = getattr(trainer.data_collator, "tokenizer", None)

@@ -79,7 +79,7 @@ class Loop:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
         self.sharded = dzero.shard(net(), stage=3, precision="bf16", microbatches=ACCUMULATE)
         self.optim = dzero.AdamW(self.sharded, lr=1e-2, max_norm=0.5)
-        self.schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(self.optim, 100)
+        self.schedule: Any = torch.optim.lr_scheduler.OneCycleLR(self.optim, 1e-2, total_steps=100)  # of betas too
         own = [{"model": self.sharded.model, "optim": self.optim}[name] for name in prepared]
         *_, self.loader, self.schedule = self.accelerator.prepare(*own, loader(shuffle=False), self.schedule)
         checkpoint_with(self.accelerator, self.sharded, self.optim)
@@ -93,7 +93,7 @@ class Loop:
             if self.accelerator.sync_gradients:
                 self.optim.step()
             self.schedule.step()
-            logs.append([loss.item(), self.optim.param_groups[0]["lr"]])
+            logs.append([loss.item(), self.optim.param_groups[0]["lr"], self.optim.param_groups[0]["betas"][0]])
             if save is not None and number == 1:
                 save()
         return logs

@@ -242,6 +242,19 @@ def freezes_parts(make: Make) -> Any:
 
 
 @habit
+def trains_the_rows_of_new_tokens(make: Make) -> Any:
+    whole = model()
+    table = whole.get_input_embeddings().weight
+    table.register_hook(lambda grad: grad * (torch.arange(len(grad)) >= len(grad) // 2).unsqueeze(1))
+    first = table.detach()[: len(table) // 2].clone()
+    trainer = make(model=whole)
+    told = trained(trainer)
+    after = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.detach()
+    after = after.full_tensor() if hasattr(after, "full_tensor") else after
+    return [told, torch.equal(after[: len(first)], first), torch.equal(after[len(first) :], after[: len(first)])]
+
+
+@habit
 def reads_an_endless_stream(make: Make) -> Any:
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[Any]:
@@ -368,6 +381,43 @@ def saves_and_goes_on_from_the_last(make: Make) -> Any:
     names = sorted(each.name for each in (make.folder / "out").iterdir())
     trainer = make(args={**args, "max_steps": 6})
     return [whole, names, trained(trainer, resume_from_checkpoint=True)]
+
+
+@habit
+def goes_on_with_what_schedules_and_callbacks_wrote(make: Make) -> Any:
+    """OneCycleLR cycles betas too; a callback writes weight decay; the run goes on with other arguments."""
+
+    class Cycled(transformers.Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            if self.lr_scheduler is None:
+                self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=7)
+            return self.lr_scheduler
+
+    class Decays(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 2:
+                for group in given["optimizer"].param_groups:
+                    group["weight_decay"] = 0.3
+
+    args = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "weight_decay": 0.1}
+    whole = trained(make(Cycled, args=args, callbacks=[Decays]))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(make.folder / "out" / "checkpoint-6")
+    if dist.is_initialized():
+        dist.barrier()
+    args |= {"learning_rate": 1e-4, "weight_decay": 0.0, "adam_beta1": 0.5}
+    trainer = make(Cycled, args=args, callbacks=[Decays])
+    resumed = trained(trainer, resume_from_checkpoint=True)
+    assert resumed["weights"] == whole["weights"], "a resumed run is the run"
+    kept = ("lr", "betas", "weight_decay", "initial_lr", "max_momentum")
+    return [
+        whole,
+        resumed,
+        [
+            [list(group[key]) if key == "betas" else group[key] for key in kept]
+            for group in trainer.optimizer.param_groups
+        ],
+    ]
 
 
 @habit

@@ -196,6 +196,10 @@ STATES = "mp_rank_00_model_states.pt"
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (lambda at: torch.save(Code(), at / NORM / "fp32.pt"), "names posix.mkdir, and only tensors"),
     "code beside": (lambda at: torch.save({"a": Code()}, at / STATES), "names posix.mkdir, and only tensors"),
+    "cut short without zip": (
+        lambda at: (at / NORM / "fp32.pt").write_bytes(pickle.dumps([1, 2], protocol=2)[:-1]),
+        "it ends within its pickle",
+    ),
     "code without zip": (
         lambda at: (at / NORM / "fp32.pt").write_bytes(pickle.dumps(Code(), protocol=2)),
         "nothing of it was run",

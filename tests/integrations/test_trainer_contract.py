@@ -21,7 +21,9 @@ SOME = (
     "overrides_create_optimizer",
     "makes_a_model_for_each_run",
     "predicts_with_generate",
+    "goes_on_with_what_schedules_and_callbacks_wrote",
     "trains_a_module_of_ones_own",
+    "trains_the_rows_of_new_tokens",
 )
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ACCELERATE = [

@@ -314,7 +314,7 @@ ZERO = below(
     norm=("compute_grad_norm", needless(FLAG, "the norm is always known")),
     unused=(
         "ignore_unused_parameters find_unused_parameters",
-        needless(ANY, "a parameter that no rank reaches stays as it is; ranks that disagree are told (zero.unused)"),
+        needless(ANY, "a parameter that no rank reaches stays as it is, one that some reach has zeros on the others"),
     ),
     module=("override_module_apply leaf_module", needless(ANY, "modules are sharded unit by unit (zero.units)")),
     pinned=("cpu_offload_use_pin_memory", CPU),

@@ -1,4 +1,7 @@
-"""Reading a DeepSpeed configuration: strict JSON, as a file or as a mapping."""
+"""Reading a DeepSpeed configuration, as a file or as a mapping.
+
+A file is JSON, or Hjson as DeepSpeed reads it: with comments, trailing commas, and quotes left away.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dzero.errors import in_short
-from dzero.integrations.deepspeed.verdicts import shown
+from dzero.errors import import_optional, in_short
+from dzero.integrations.deepspeed.verdicts import shown_key
 
 MOST_BYTES = 1 << 20
 MOST_DEPTH = 20
@@ -25,10 +28,10 @@ def read(given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration, with sections under their present names.
 
     Args:
-        given: A JSON file, or its content as a mapping.
+        given: A JSON or Hjson file, or its content as a mapping.
 
     Raises:
-        ValueError: It is no file, no JSON, no mapping, or has a key twice; the message is one line.
+        ValueError: It is no file, neither JSON nor Hjson, no mapping, or has a key twice; the message is one line.
         TypeError: `given` is neither a path nor a mapping.
     """
     if isinstance(given, Mapping):
@@ -57,13 +60,27 @@ def _parsed(path: Path) -> Mapping[str, Any]:
     if len(data) > MOST_BYTES:
         raise ValueError(f"{path}: larger than {MOST_BYTES} bytes, which no configuration is")
     try:
-        config = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        told = "write strict JSON (no comments; neither hjson nor base64)"
-        raise ValueError(f"{path}: {in_short(error)}; {told}") from error
+        text = data.decode("utf-8-sig")
+        config = _json_or_hjson(text)
+    except (ValueError, RecursionError, ModuleNotFoundError) as error:
+        raise ValueError(f"{path}: {in_short(error)}; write JSON or Hjson, not base64") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: a {type(config).__name__}, not a mapping {{...}} of DeepSpeed's keys")
     return config
+
+
+def _json_or_hjson(text: str) -> Any:
+    """Parse JSON, or else Hjson; raise the error of JSON if the text is neither."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        if not text.strip() or isinstance(error, RecursionError):
+            raise
+        hjson = import_optional("hjson", "a configuration that is no JSON", "deepspeed")
+        try:
+            return hjson.loads(text, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError):
+            raise error from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,7 +96,7 @@ def _plain(value: Any, what: str, key: str, depth: int) -> Any:
     """Return a copy that JSON could hold; raise ValueError for depths, keys and numbers that no configuration has."""
     if depth > MOST_DEPTH:
         raise ValueError(f"{what}: sections lie deeper than {MOST_DEPTH} levels, which no configuration needs")
-    where = f"{what}: {shown(key)[1:-1]}" if key else what
+    where = f"{what}: {shown_key(key)}" if key else what
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         raise ValueError(f"{where} is a number of {value.bit_length()} bits, larger than any setting")
     if isinstance(value, float) and not math.isfinite(value):

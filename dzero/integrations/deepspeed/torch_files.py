@@ -120,6 +120,8 @@ def _why(error: Exception) -> str:
     # torch's own message advises to load the file without the check.
     _, found_error, detail = str(error).partition("WeightsUnpickler error: ")
     why = " ".join(detail.partition("\n")[0].split()) if found_error else in_short(error)
+    if isinstance(error, EOFError) or not why:  # torch says nothing of it
+        why = "it ends within its pickle"
     return f"no file of tensors that torch.save wrote whole ({why})"
 
 

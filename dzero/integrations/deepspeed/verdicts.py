@@ -11,7 +11,8 @@ from typing import Any
 from dzero.integrations.deepspeed.config_keys import NEEDLESS, REFUSED, SECTIONS, SWITCHED, TABLE, TAKEN
 from dzero.integrations.deepspeed.forms import AUTO
 
-MOST_SHOWN = 60
+MOST_SHOWN, MOST_KEY = 60, 200
+"""Characters of a value, and of a key with its sections, that are shown."""
 REMARKS = ("_", "//", "#", "comment")
 """Starts of names that are remarks, in files that cannot hold comments."""
 
@@ -33,7 +34,7 @@ class Verdict:
     text: str
 
     def __str__(self) -> str:
-        return f"{shown(self.key)[1:-1]}={shown(self.value)}: {self.text}"
+        return f"{shown_key(self.key)}={shown(self.value)}: {self.text}"
 
 
 class Conflict(ValueError):
@@ -49,10 +50,15 @@ class Conflict(ValueError):
         self.key, self.text = key, text
 
 
-def shown(value: Any) -> str:
+def shown_key(key: str) -> str:
+    """Return the whole name of a key on one line, unless it is longer than any of DeepSpeed's."""
+    return shown(key, MOST_KEY)[1:-1]
+
+
+def shown(value: Any, most: int = MOST_SHOWN) -> str:
     """Return a value as JSON on one line, in short."""
     text = json.dumps(value, default=repr)
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 4]} ..."
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def judge(config: Mapping[str, Any], section: str = "") -> Iterator[Verdict]:
