@@ -16,6 +16,7 @@ VOCAB, TOKENS, STEPS, MICROBATCHES = 64, 32, 10, 2
 
 
 def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCAB, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, VOCAB))
     sharded = dzero.shard(model, stage=3, offload="host", microbatches=MICROBATCHES)
@@ -26,7 +27,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
         for index in range(MICROBATCHES):
-            tokens = torch.randint(VOCAB, (4, TOKENS), generator=generator)
+            tokens = torch.randint(VOCAB, (4, TOKENS), generator=generator).to(device)
             targets = (tokens * 7 + 3) % VOCAB
             with sharded.microbatch(is_last=index == MICROBATCHES - 1):
                 loss = F.cross_entropy(sharded.model(tokens).float().flatten(0, 1), targets.flatten())

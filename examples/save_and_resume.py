@@ -18,6 +18,7 @@ STEPS, EVERY = 6, 3
 
 
 def main(folder: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     sharded = dzero.shard(model, stage=2, precision="fp32")
@@ -27,7 +28,7 @@ def main(folder: str) -> None:
         first = 0 if resumed is None else resumed.step
         for step in range(first + 1, first + STEPS + 1):
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-            x = torch.randn(8, 16, generator=generator)
+            x = torch.randn(8, 16, generator=generator).to(device)
             loss = (sharded.model(x) - x.sum(1, keepdim=True)).square().mean()
             loss.backward()
             optim.step()

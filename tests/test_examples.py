@@ -11,12 +11,16 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from pool import Pool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAINERS = ("hf_trainer.py", "trl_sft.py", "from_deepspeed/train.py")
 """Scripts of transformers' Trainer, which keeps state in singletons: they run in processes of their own."""
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in TRAINERS)
+RAY = "ray_train.py"
+"""Its test, tests/launch/test_ray.py, starts Ray."""
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in (*TRAINERS, RAY))
 MOST_LINES = 80
 
 
@@ -65,3 +69,11 @@ def test_a_script_of_trainer_runs_and_learns(script: str, tmp_path: Path) -> Non
     assert len(losses) >= 8
     assert losses[-1] < losses[0] - 1
     assert [*tmp_path.iterdir()] == []
+
+
+def test_the_manifest_for_kubernetes_has_the_published_schema() -> None:
+    """The models leave out what they do not know, so what comes back is all there is."""
+    manifest = yaml.safe_load((EXAMPLES / "kubernetes" / "trainjob.yaml").read_text())
+    job = TrainerV1alpha1TrainJob.from_dict(manifest)
+    assert job is not None
+    assert job.to_dict() == manifest
