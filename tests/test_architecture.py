@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dzero"
 # One line is one level; a package imports from packages before it, so within a line from left to right.
 LEVELS = """
-errors hardware streams rendezvous utils compatibility
+errors hardware streams rendezvous utils compatibility precedence
 data models mesh_config mesh
 comm launch
 parallel
@@ -264,6 +264,7 @@ def test_no_function_changes_a_modules_globals() -> None:
 SEAMS = {"dzero.utils.torch_internals", "dzero.zero.fsdp_internals", "dzero.parallel.context.ring"}
 """The only modules that name private parts of torch."""
 NOT_TORCHS = {
+    "_current_frames": "sys",
     "_exit": "os",
     "_get_node": "omegaconf",
     "_replace": "named tuples",
@@ -304,9 +305,13 @@ def private_of_torch(source: ast.Module, ours: set[str], fsdp2: set[str] = froze
     """Line and name of what is private to torch, for all that the source can tell.
 
     An attribute is ours if it is read from `self`, `cls` or `super()` and any file of dzero defines it (`ours`), or if
-    this file does.
+    this file does. The name of a logger is no use of it: if torch renames it, its messages are shown.
     """
     here = defined(source)
+    named = [
+        node for node in ast.walk(source) if isinstance(node, ast.Call) and dotted(node.func).endswith("getLogger")
+    ]
+    loggers = {each for call in named for each in call.args}
     for node in ast.walk(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -324,7 +329,7 @@ def private_of_torch(source: ast.Module, ours: set[str], fsdp2: set[str] = froze
         elif isinstance(node, ast.Call) and dotted(node.func).endswith(BY_NAME):
             texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             names = [t for t in texts if any(map(is_private, t.split("."))) and t not in ours | NOT_TORCHS.keys()]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in loggers:
             names = [node.value] if PRIVATE_MODULE.fullmatch(node.value) else []
         for name in names:
             yield node.lineno, name
@@ -378,6 +383,7 @@ def test_the_seams_import_private_parts_only_where_they_are_used() -> None:
         ("self._mine = 1\nx = other._mine", None),
         ("x = tensor.__dict__", None),
         ("os._exit(1)", None),
+        ("logging.getLogger('torch.utils._pytree')", None),
         ("from torch.utils.flop_counter import flop_registry", None),
     ],
 )

@@ -1,9 +1,15 @@
-"""Every block of code in README.md and docs/: Python runs on two ranks, and commands have settings that exist."""
+"""README.md and docs/, as they are read in the repository.
+
+Every block of Python runs on two ranks, commands have settings that exist, links lead to what is there, and pages that
+are made from the code are current.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,3 +112,34 @@ def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
         words = [word for word in words if word != "train" and (not word.startswith("-") or word in CONFIG_NAME)]
     verify = [word for word in words if word.startswith("verify.")]
     composed([word for word in words if word not in verify], CONF)
+
+
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
+LINK = re.compile(r"```.*?```|`[^`\n]*`|\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", re.DOTALL)
+"""A link to a file or to a heading; or code, in which there are none."""
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in found}
+
+
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    dead, links = [], 0
+    for page in LINKED:
+        for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+            path = page.parent / target if target else page
+            links += bool(target or anchor)
+            if not path.exists() or (anchor and anchor not in headings(path)):
+                dead.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert dead == []
+    assert links > 200
+
+
+def test_pages_that_are_made_from_the_code_are_current() -> None:
+    code = "import reference; print(*(reference.text(page) for page in reference.PAGES), sep='', end='')"
+    made = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT / "docs" / "scripts", text=True)
+    pages = ("settings.md", "support.md", "deepspeed_keys.md", "modules.md")
+    there = "".join((ROOT / "docs" / "reference" / page).read_text(encoding="utf-8") for page in pages)
+    assert made == there, "write them anew: python docs/scripts/reference.py"

@@ -120,6 +120,13 @@ FILES: dict[str, bytes | Callable[[], bytes]] = {
     "ended/tokenizer.json": tokenizer(),
     "without.json": tokenizer(model={"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "<unk>"}),
     "config/kv_heads/config.json": json.dumps(LLAMA | {"num_key_value_heads": 3}).encode(),
+    "config/layers/config.json": json.dumps(LLAMA | {"num_hidden_layers": 10_000_000}).encode(),
+    "config/parsed/config.json": b'{"model_type": "qwen2", "num_hidden_layers": 10000000000}',
+    "config/decoder/config.json": b'{"model_type": "bart", "is_decoder": true, "decoder_layers": 10000000}',
+    "config/nested/config.json": b'{"model_type": "git", "vision_config": {"num_hidden_layers": 10000000}}',
+    "config/wide/config.json": json.dumps(LLAMA | {"intermediate_size": 10**12}).encode(),
+    "config/positions/config.json": b'{"model_type": "gptj", "n_positions": 1000000000}',
+    "config/pattern/config.json": json.dumps({"hybrid_override_pattern": "M" * 3_000_000}).encode(),
     "broken.json": tokenizer(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a"]}),
     "folder/notes.md": b"no data",
     "shelf/latest.json": b"{}",
@@ -201,6 +208,13 @@ MODELS = {
     f"{HF}config/encoder": "config/encoder: bert attends to later tokens",
     f"{HF}bert": "model.name_or_path=bert: bert attends to later tokens",
     f"{HF}config/kv_heads": "num_key_value_heads=3 does not divide num_attention_heads=2",
+    f"{HF}config/layers": "num_hidden_layers=10000000: must be a whole number up to 10000",
+    f"{HF}config/parsed": "num_hidden_layers=10000000000: must be a whole number up to 10000",
+    f"{HF}config/decoder": "decoder_layers=10000000: must be a whole number up to 10000",
+    f"{HF}config/nested": "vision_config.num_hidden_layers=10000000: must be a whole number up to 10000",
+    f"{HF}config/wide": "intermediate_size=1000000000000: must be a whole number up to 67108864",
+    f"{HF}config/positions": "n_positions=1000000000: must be a whole number up to 100000000",
+    f"{HF}config/pattern": "hybrid_override_pattern has 3000000 entries: must be at most 10000",
     f"{HF}config/latin": "config/latin",
     f"{HF}folder": "the folder has no config.json",
     f"{HF}good.txt": "model.name_or_path=good.txt",
@@ -430,3 +444,9 @@ def test_only_what_the_package_raises_itself_loses_its_traceback() -> None:
     tensor = StoredTensor(Path("x"), "x", "F32", (1, 2), 0)
     with pytest.raises(ValueError, match="longer"), user_errors():
         tensor.read((0, 0), (1,))  # a defect of whoever calls it so, though the last line that runs is the package's
+
+
+def test_a_broken_file_of_a_folder_of_configurations_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("a: [1\nb: {")
+    ended = typed("train.py", "--config-dir", str(tmp_path), "--config-name", "bad", cwd=tmp_path)
+    refused(ended, f'"{tmp_path}/bad.yaml", line 2')

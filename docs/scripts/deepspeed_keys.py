@@ -24,9 +24,9 @@ def keys() -> Iterator[str]:
     yield "the arguments of `DzeroTrainer`, the calls of a loop and the words of `dzero train` that do the same."
     yield '`DzeroTrainer(deepspeed="ds_config.json")` follows the file itself. Both read this table.\n'
     yield "**taken**: dzero does it. **needless**: nothing is lost without it. **refused**: do the other thing.\n"
-    yield "The file is strict JSON; hjson and base64, which DeepSpeed takes too, are not read. Exit code 0: every key"
-    yield "is taken or needless; 3: one is refused; 1: the file cannot be read. `--ranks N` checks batch sizes, and"
-    yield "`--json` prints the same for programs.\n"
+    yield "The file is JSON, or Hjson with comments (`pip install 'dzero[deepspeed]'`); base64 is not read."
+    yield "Exit code 0: every key is taken or needless; 3: one is refused; 1: the file cannot be read. `--ranks N`"
+    yield "checks batch sizes, and `--json` prints the same for programs.\n"
     sections: dict[str, list[str]] = {TOP: []}
     for key, row in TABLE.items():
         sections.setdefault(key.rpartition(".")[0] or TOP, []).append(_row(key, row))

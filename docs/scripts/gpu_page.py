@@ -103,7 +103,7 @@ def _waiting(questions: list[Question]) -> list[str]:
         "",
         *_table("question | command", rows),
         "",
-        f"{told}[benchmarks/README.md](../results/README.md#the-first-ten-minutes-on-a-gpu) says how.",
+        f"{told}[benchmarks/README.md](../../benchmarks/README.md#the-first-ten-minutes-on-a-gpu) says how.",
         "",
     ]
 
