@@ -43,6 +43,7 @@ SHOWS = {"-c", "--cfg", "-i", "--info"}
 WITH_VALUE = {*OTHER_CONFIG, *CONFIG_NAME, *SHOWS, "-p", "--package"}
 OPTIONS = NO_RUN | MULTIRUN | WITH_VALUE | {"-r", "--run", "--resolve", "--experimental-rerun"}
 SHORT = re.compile(r"^(\+{0,2})resume=(?!\{)")
+EQUALS = re.compile(r"""^([^-=][^=]*=)([^'"()\[\]{},]*=[^'"()\[\]{},]*)$""")
 HOME = re.compile(r"""([=,\[]['"]?)~(?=/)""")
 SUGGESTED = 3
 LIKE = 0.75
@@ -157,9 +158,13 @@ def tell(gave_way: Iterable[GaveWay]) -> None:
 
 
 def spelt_out(words: Sequence[str]) -> list[str]:
-    """Expand short forms on a command line, `resume=WORD` and `~` in KEY=~/FOLDER, and replace old names."""
+    """Expand short forms on a command line, `resume=WORD` and `~` in KEY=~/FOLDER, and replace old names.
+
+    A value with "=", such as a folder of a run, is put into the quotes that Hydra wants around it.
+    """
     home = os.path.expanduser("~")
     spelt = [HOME.sub(lambda found: found[1] + home, SHORT.sub(r"\1resume.source=", word)) for word in words]
+    spelt = [EQUALS.sub(r"\1'\2'", word) for word in spelt]
     found = [renewed(word) for word in spelt]
     for _, warning in found:
         if warning is not None and is_first_of_node():

@@ -19,7 +19,7 @@ class MonitorConfig:
     log_every_steps: int = 10
     """Steps between two lines of the plain log. A terminal shows a live line instead."""
     tensorboard: bool = True
-    """Write TensorBoard event files to <run folder>/tensorboard."""
+    """Write TensorBoard event files to the run folder."""
     wandb: str | None = None
     """Project of Weights & Biases to send the scalars to (extra wandb). null: none."""
     scalars_every_steps: int | None = None

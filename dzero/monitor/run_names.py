@@ -1,5 +1,6 @@
-"""Folder names for the runs of a sweep, from the settings that differ between them; TensorBoard shows these names.
+"""Folder names of runs, from the settings that set them apart; TensorBoard shows these names.
 
+python train.py zero.stage=3 data.path=/texts/a.txt            15-04-05-678901_zero.stage=3_data.path=a.txt
 python train.py --multirun zero.stage=0,3 train.steps=100      zero.stage=0    zero.stage=3
 """
 
@@ -17,13 +18,35 @@ from omegaconf import OmegaConf
 MOST_CHARACTERS = 120
 """Limit for a folder name; file systems allow 255 bytes."""
 UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
+NO_WORD = re.compile(r"[^A-Za-z0-9._=-]+")
+"""What a shell or Hydra does not take as it is; `overrides.spelt_out` takes care of "="."""
 
 
 def register() -> None:
-    """Register the OmegaConf resolver `run_name` for conf/config.yaml: number and settings of a run -> folder name."""
+    """Register the OmegaConf resolvers of conf/config.yaml.
+
+    `run_name`: number and settings of a run of a sweep -> folder name. `settings_name`: settings of a run -> end of a
+    folder name.
+    """
     OmegaConf.register_new_resolver(
         "run_name", lambda number, given: run_name(number, given, sys.argv[1:]), replace=True
     )
+    OmegaConf.register_new_resolver("settings_name", settings_name, replace=True)
+
+
+def settings_name(given: Sequence[str]) -> str:
+    """Return the settings `key=value` as the end of a folder name, each after "_"; of paths, the last part alone.
+
+    Settings for which a name of `MOST_CHARACTERS` has no room are counted at its end. The name can stand in another
+    setting, such as `resume=FOLDER`, without quotes.
+    """
+    name, named = "", 0
+    for setting in given:
+        key, equals, value = setting.lstrip("+~").partition("=")
+        word = NO_WORD.sub("-", key + equals + value.strip("'\"").rstrip("/").rpartition("/")[2]).strip("-")
+        if len(name) + len(word) < MOST_CHARACTERS:
+            name, named = f"{name}_{word}", named + 1
+    return name if named == len(given) else f"{name}_and-{len(given) - named}-more"
 
 
 def run_name(number: int, given: Sequence[str], command_line: Sequence[str]) -> str:

@@ -20,7 +20,6 @@ from dzero.monitor.tensorboard import TensorBoardSink
 from dzero.monitor.wandb import WandbSink
 from dzero.utils.terminal import from_here
 
-BOARD = "tensorboard"
 NO_SOURCES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -69,12 +68,11 @@ class Monitor:
         every = config.scalars_every(total_steps)
         self.sinks.append(Console(total_steps, log_every_steps=config.log_every_steps, terminal=terminal))
         if config.tensorboard:
-            folder = run_folder / BOARD
             try:
-                self.board = TensorBoardSink(folder, resolved_config=resolved_config, scalars_every_steps=every)
+                self.board = TensorBoardSink(run_folder, resolved_config=resolved_config, scalars_every_steps=every)
                 self.sinks.append(self.board)
             except OSError as error:
-                self.note(0, f"no TensorBoard: nothing can be written to {folder}: {error}")
+                self.note(0, f"no TensorBoard: nothing can be written to {run_folder}: {error}")
 
         if config.wandb is not None:
             try:

@@ -69,7 +69,7 @@ def test_a_run_on_80_columns_shows_speed_and_time_left_and_says_where_named_trac
         processes = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
         assert any(name.startswith(f"rank {rank} (") for name in processes)
 
-    board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    board = EventAccumulator(str(tmp_path / "out"))
     board.Reload()
     assert 0 < board.Scalars("memory/param_gib")[0].value < 1
     assert not [tag for tag in board.Tags()["scalars"] if tag.endswith("_bytes")]

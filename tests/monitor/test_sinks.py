@@ -27,7 +27,7 @@ def make_monitor(folder: Path, *, rank: int = 0, config: MonitorConfig | None = 
 
 
 def read_back(folder: Path) -> EventAccumulator:
-    events = EventAccumulator(str(folder / "tensorboard"))
+    events = EventAccumulator(str(folder))
     events.Reload()
     return events
 

@@ -158,7 +158,7 @@ def test_a_run_has_its_plan_in_its_board(pool: Pool, tmp_path: Path) -> None:
         "offload=host",
     ]
     pool.run(train, 2, small_runs.settled(text, *settings), tmp_path, timeout_s=300)
-    found = events(tmp_path / "tensorboard")
+    found = events(tmp_path)
     assert found.Images("plan")[0].step == 1
     assert "memory of one rank of 2" in text_of(found, "plan")
     assert found.Scalars("memory/planned_gib")[0].value > 0

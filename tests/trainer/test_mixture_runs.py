@@ -95,7 +95,7 @@ def test_the_command_trains_on_chats_of_two_files_and_tells_what_it_took(
     assert re.search(r"held_out_loss=\S+ held_out_loss\[many.jsonl\]=\S+ held_out_loss\[few.jsonl\]=\S+", ended.stdout)
     told = dict(re.findall(r"from (\w+).jsonl +\S+(?: k)? tokens counted, (\S+) epochs", ended.stdout))
     assert float(told["few"]) > 2 > float(told["many"])
-    (board,) = tmp_path.glob("outputs/*/*/tensorboard")
+    (board,) = tmp_path.glob("outputs/*/*")
     events = EventAccumulator(str(board)).Reload()
     assert {"data/few.jsonl_tokens", "data/few.jsonl_epochs", "loss/held_out_few.jsonl"} <= {*events.Tags()["scalars"]}
     tokenize = [

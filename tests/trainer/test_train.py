@@ -152,7 +152,7 @@ def test_too_little_held_out_is_told_before_the_first_step(pool: Pool, tmp_path:
 
 def test_tensorboard_and_the_trace_hold_what_the_readme_promises(pool: Pool, text: Path, tmp_path: Path) -> None:
     run(pool, tmp_path, text, "zero.stage=3", "precision=fp16", "profile=on", "profile.start_step=2", "profile.steps=1")
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = events.Tags()
     states = [f"memory/{kind}_gib" for kind in ("param", "grad", "master", "moments", "activations")]
@@ -192,7 +192,7 @@ def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
     hosted = run(pool, tmp_path, text, *setting, f"offload={offload}", *scratch, *traced)
     assert hosted.losses == resident.losses
     assert hosted.held_out == resident.held_out
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(tmp_path))
     events.Reload()
     lanes = {f"offload/{lane}_{what}" for lane in LANES[offload] for what in ("busy_s", "waited_s", "moved_gib")}
     assert lanes <= set(events.Tags()["scalars"])
@@ -222,7 +222,7 @@ def test_the_default_run_learns_and_shows_nothing_but_its_log(tmp_path: Path) ->
     assert "≠" not in ended.stdout
     assert not re.search("warning|error|Traceback", ended.stdout, re.IGNORECASE)
     (folder,) = (tmp_path / "outputs").glob("*/*")
-    assert {path.name for path in folder.iterdir()} == {".hydra", "tensorboard"}
+    assert {path.name.partition(".out.")[0] for path in folder.iterdir()} == {".hydra", "events"}
 
 
 @pytest.mark.slow
