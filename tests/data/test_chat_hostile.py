@@ -145,7 +145,6 @@ def test_the_time_is_limited_for_each_conversation_not_for_all(process: tuple[Te
         assert renderer.render("slow", MESSAGES, None, None) == ("", [])
 
 
-LONG = "{% for i in range(99999) %}{% for j in range(90) %}{% endfor %}{% endfor %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -161,9 +160,24 @@ def test_a_template_that_is_too_slow_for_every_conversation_ends_the_whole(tmp_p
     encoder.close()
 
 
+def slow_template(seconds: float) -> str:
+    """Return a template that takes `seconds` of processor time on the machine at hand, or up to half as much again."""
+    loops = "{% for i in range(99999) %}{% for j in range(SIZE) %}{% endfor %}{% endfor %}"
+    templates = {str(at): loops.replace("SIZE", str(int(8 * 1.5**at))) for at in range(16)}
+    renderer = TemplateProcess(TemplateSettings(templates, {}, []))
+    with mock.patch.object(renderer, "_count") as counted:
+        for name, template in templates.items():
+            renderer.render(name, MESSAGES, None, None)
+            if counted.call_args.args[0] > seconds:
+                renderer.close()
+                return template
+    raise AssertionError("no template is slow enough")
+
+
 def test_quick_conversations_in_between_do_not_make_up_for_slow_ones() -> None:
-    """Two of three are slow: within the limit, but over a quarter of it."""
-    renderer = TemplateProcess(TemplateSettings({"slow": LONG, "quick": GOOD}, {}, [], seconds=2))
+    """Two of three are slow: within the limit, but over a quarter of it on the machine at hand."""
+    slow = slow_template(1.5 * SLOW_PART * 2)
+    renderer = TemplateProcess(TemplateSettings({"slow": slow, "quick": GOOD}, {}, [], seconds=2))
     told: list[Exception | None] = []
     while len(told) < 2 * MOST_LOST / SLOW_PART:
         try:
