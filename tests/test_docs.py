@@ -137,6 +137,17 @@ def test_links_lead_to_files_and_headings_that_exist() -> None:
     assert links > 200
 
 
+def test_tests_that_pages_name_exist() -> None:
+    gone, named = [], 0
+    for page in LINKED:
+        for path, function in re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text(encoding="utf-8")):
+            there, named = ROOT / path, named + 1
+            if not there.exists() or f"def {function}" not in there.read_text(encoding="utf-8") + "def ":
+                gone.append(f"{page.relative_to(ROOT)}: {path}::{function}")
+    assert gone == []
+    assert named > 40
+
+
 def test_pages_that_are_made_from_the_code_are_current() -> None:
     code = "import reference; print(*(reference.text(page) for page in reference.PAGES), sep='', end='')"
     made = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT / "docs" / "scripts", text=True)

@@ -119,8 +119,13 @@ def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
     transformers = import_optional("transformers", "model.kind=hf", "hf")
     config = _read_config(transformers, name_or_path)
     what = f"model.name_or_path={name_or_path}"
+    elsewhere = "train it by DzeroTrainer or a loop of your own (docs/guides/which_way.md)"
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{what}: {type(config).__name__} is no causal LM")
+        raise ValueError(f"{what}: {type(config).__name__} is no causal LM; {elsewhere}")
+    if config.is_encoder_decoder:  # transformers would make its decoder alone
+        raise ValueError(
+            f"{what}: {config.model_type} has an encoder, and its decoder alone is another model; {elsewhere}"
+        )
     encoders = transformers.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if config.model_type in encoders and not getattr(config, "is_decoder", False):
         raise ValueError(

@@ -15,7 +15,7 @@ from dzero.models.published import describe
 from dzero.utils.hub_cache import read_bytes
 from dzero.zero.sharded import Sharded
 
-TOKENIZER_FILES = (
+COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -23,9 +23,13 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "tokenizer.model",
     "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
-"""Files of a model folder that a trained model needs as well."""
+"""Files of a model folder that a trained model needs as well, those that read pictures and sound among them."""
 
 
 def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
@@ -38,7 +42,7 @@ def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
     save_pretrained(sharded, folder, merge=config.export.merge)
     source = config.data.tokenizer if config.data.kind == "chat" else None
     if dist.get_rank() == 0 and (source := source or config.model_folder) is not None:
-        for name in TOKENIZER_FILES:
+        for name in COPIED:
             file = Path(source) / name
             if file.exists() and not (folder / name).exists():
                 (folder / name).write_bytes(read_bytes(file))

@@ -327,6 +327,40 @@ def classifies(make: Make) -> Any:
     return [found, {"weights": {name: param.double().sum().item() for name, param in loaded.named_parameters()}}]
 
 
+@habit
+def trains_experts(make: Make) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(**sizes, vocab_size=64, num_key_value_heads=1, num_local_experts=4)
+    return trained(make(model=transformers.MixtralForCausalLM(config), args={"gradient_accumulation_steps": 2}))
+
+
+@habit
+def looks_at_pictures(make: Make) -> Any:
+    """A vision-language model, with four words for each picture."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**sizes, vocab_size=64, num_key_value_heads=1)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=63)
+    config.vision_feature_layer = -1
+    whole = transformers.LlavaForConditionalGeneration(config)
+    rows = [
+        {
+            "input_ids": [1, 63, 63, 63, 63, *each["input_ids"][:5]],
+            "labels": [-100] * 5 + [*each["input_ids"][:5]],
+            "pixel_values": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(number)),
+        }
+        for number, each in enumerate(samples(24))
+    ]
+    given = {"train_dataset": rows, "eval_dataset": rows[:6], "data_collator": transformers.default_data_collator}
+    trainer = make(model=whole, **given)
+    found = trained(trainer)
+    saved(trainer)
+    loaded = transformers.LlavaForConditionalGeneration.from_pretrained(make.folder / "out")
+    return [found, {"weights": {name: param.double().sum().item() for name, param in loaded.named_parameters()}}]
+
+
 class Line(nn.Module):
     """A regression that is no model of transformers."""
 

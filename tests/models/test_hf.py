@@ -219,6 +219,15 @@ def test_an_encoder_is_refused_and_its_causal_kind_is_taken(tmp_path: Path) -> N
     assert count(build(config)) > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "says"), [("Marian", "has an encoder"), ("Whisper", "has an encoder"), ("T5", "no causal")]
+)
+def test_a_model_with_an_encoder_is_not_made_as_its_decoder_alone(kind: str, says: str, tmp_path: Path) -> None:
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"{says}.*; train it by DzeroTrainer or a loop of your own"):
+        build(ModelConfig(kind="hf", name_or_path=str(tmp_path)))
+
+
 def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     settings = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,43 @@ def test_the_command_trains_and_leaves_a_model_that_transformers_loads_with_its_
     )
     answer = trained.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
     assert tokenizer.decode(answer).startswith("The capital of")
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def published_experts(vocab_size: int) -> Any:
+    sizes = {**SIZES, "vocab_size": vocab_size, "num_key_value_heads": 1}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
+
+
+def published_with_pictures(vocab_size: int) -> Any:
+    text = {**SIZES, "vocab_size": vocab_size, "num_key_value_heads": 1, "head_dim": 16}
+    seen = {"text_config": text, "vision_config": {**SIZES, "image_size": 8, "patch_size": 4}, "mm_tokens_per_image": 4}
+    return transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(**seen))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [published_experts, published_with_pictures])
+def test_other_kinds_of_causal_models_are_fine_tuned_by_the_same_command(
+    model: Path, tmp_path: Path, make: Callable[[int], Any]
+) -> None:
+    """The folder is whole: transformers loads it as it loads what was published, and what no token reaches stays."""
+    published = tmp_path / "published"
+    before = make(len(transformers.AutoTokenizer.from_pretrained(model)))
+    before.save_pretrained(published)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(published)
+    (published / "preprocessor_config.json").write_text("{}")
+    line = [sys.executable, str(ROOT / "train.py"), *words(published, tmp_path, "train.epochs=1", "zero.stage=3")]
+    ended = subprocess.run(
+        [*line, "precision=fp32", "optim.lr=1e-2"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr
+    (folder,) = tmp_path.glob("outputs/*/*/model")
+    assert (folder / "preprocessor_config.json").exists()
+    after = type(before).from_pretrained(folder)
+    still = {name for name, param in after.named_parameters() if torch.equal(param, before.get_parameter(name))}
+    assert all(("vision" in name or "multi_modal" in name) == (name in still) for name, _ in after.named_parameters())
 
 
 def losses_until_the_end(rank: int, ranks: int, settings: list[str], folder: Path) -> tuple[int, list[float]]:

@@ -1,0 +1,169 @@
+"""Kinds of models that people train, in a loop of their own: losses and weights are those of plain torch.
+
+docs/guides/which_way.md has the same kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import dzero
+
+transformers = pytest.importorskip("transformers")
+WORDS, IMAGE, ROWS, STEPS = 64, 63, 4, 4
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+DECODER = {**SIZES, "vocab_size": WORDS, "num_key_value_heads": 1}
+Batch = dict[str, Tensor]
+
+
+def words(step: int) -> Tensor:
+    return torch.randint(3, IMAGE, (ROWS, 12), generator=torch.Generator().manual_seed(step))
+
+
+def drawn(step: int, *shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(100 + step))
+
+
+class Noised(nn.Module):
+    """A small net that finds the noise in pictures, as in diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.inward = nn.Embedding(10, 16), nn.Conv2d(3, 16, 3, padding=1)
+        make = lambda: nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1))  # noqa: E731
+        self.blocks, self.outward = nn.ModuleList(make() for _ in range(3)), nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, noisy: Tensor, time: Tensor) -> Tensor:
+        hidden = self.inward(noisy) + self.time(time)[:, :, None, None]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.outward(hidden)
+
+
+def of_words(step: int) -> Batch:
+    return {"input_ids": words(step), "labels": words(step)}
+
+
+def of_images(step: int) -> Batch:
+    ids = words(step)
+    ids[:, 1:5] = IMAGE
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": drawn(step, 3, 8, 8)}
+
+
+def of_classes(step: int) -> Batch:
+    return {"input_ids": words(step), "labels": words(step)[:, 0] % 3}
+
+
+def of_noise(step: int) -> Batch:
+    return {"picture": drawn(step, 3, 8, 8), "noise": drawn(step + 50, 3, 8, 8), "time": words(step)[:, 0] % 10}
+
+
+def of_pairs(step: int) -> Batch:
+    return {"chosen": words(step), "rejected": words(step + 50)}
+
+
+def llava() -> Any:
+    vision = transformers.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)
+    parts = {"vision_config": vision, "text_config": transformers.LlamaConfig(**DECODER), "image_token_index": IMAGE}
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**parts, vision_feature_layer=-1))
+
+
+def t5() -> Any:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=WORDS, **sizes))
+
+
+def bert() -> Any:
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=WORDS, num_labels=3, **SIZES))
+
+
+def own_loss(model: Any, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def of_noise_found(model: Any, batch: Batch) -> Tensor:
+    share = batch["time"].view(-1, 1, 1, 1) / 10
+    found = model((1 - share) * batch["picture"] + share * batch["noise"], batch["time"])
+    return functional.mse_loss(found, batch["noise"])
+
+
+def of_preference(model: Any, batch: Batch) -> Tensor:
+    """DPO without a reference: the chosen words shall be likelier than the rejected ones."""
+    likely = [-functional.cross_entropy(model(ids).logits[:, :-1].mT, ids[:, 1:], reduction="none").sum(1)
+              for ids in batch.values()]  # fmt: skip
+    return -functional.logsigmoid(0.1 * (likely[0] - likely[1])).mean()
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[int], Batch], Callable[[Any, Batch], Tensor]]] = {
+    "causal": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)), of_words, own_loss),
+    "experts": (
+        lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)),
+        of_words,
+        own_loss,
+    ),
+    "vision-language": (llava, of_images, own_loss),
+    "encoder-decoder": (t5, of_words, own_loss),
+    "classification": (bert, of_classes, own_loss),
+    "preference": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)),
+        of_pairs,
+        of_preference,
+    ),
+    "diffusion": (Noised, of_noise, of_noise_found),
+}
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def train(kind: str, model: Any, optim: Any, rank: int = 0, ranks: int = 1) -> list[float]:
+    _, batch_of, loss_of = KINDS[kind]
+    model.eval()  # without dropout, so that ranks and a single process draw the same numbers
+    losses = []
+    for step in range(STEPS):
+        mine = {name: rows.chunk(ranks)[rank] for name, rows in batch_of(step).items()}
+        loss = loss_of(model, mine)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(param: Tensor) -> Tensor:
+    return (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+
+
+def in_torch(kind: str) -> Trained:
+    torch.manual_seed(0)
+    model = KINDS[kind][0]()
+    return train(kind, model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)), dict(model.named_parameters())
+
+
+def in_dzero(rank: int, ranks: int, kind: str, stage: int) -> Trained:
+    torch.manual_seed(0)
+    sharded = dzero.shard(KINDS[kind][0](), stage=stage, precision="fp32")
+    losses = torch.tensor(train(kind, sharded.model, dzero.AdamW(sharded, lr=1e-3, eps=1e-4), rank, ranks))
+    dist.all_reduce(losses)
+    return (losses / ranks).tolist(), {name: whole(param) for name, param in sharded.model.named_parameters()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_of_ones_own_trains_it_as_torch_does(pool: Pool, kind: str, stage: int) -> None:
+    losses, weights = in_torch(kind)
+    found, trained = pool.run(in_dzero, 2, kind, stage)[0]
+    assert found == pytest.approx(losses, rel=2e-6)
+    assert losses[-1] != losses[0]
+    assert trained.keys() == weights.keys()
+    for name, value in trained.items():
+        torch.testing.assert_close(value, weights[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
