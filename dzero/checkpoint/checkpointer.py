@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -92,7 +93,8 @@ class Checkpointer:
             if config.every is not None:
                 self._open().prepare(self._states.parts(self._ranks.agree))
             self._undo = self._undo.pop_all()
-        self._finalizer = weakref.finalize(self, self._undo.close)  # at the end of the program if nobody closes it
+        self._finalizer = weakref.finalize(self, self._undo.close)
+        _open.add(self)
 
     def _open(self) -> Saver:
         """Create this run's `Saver`, which locks the folder, if it does not exist yet."""
@@ -270,3 +272,16 @@ class Checkpointer:
     def finish(self) -> str | None:
         """Wait for a save in progress; return the checkpoint's name or None; raise `CheckpointError` if it failed."""
         return None if self._saver is None else self._saver.finish()
+
+
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for each in [*_open]:
+        each._finalizer()
+
+
+# At the end of the program, for those that nobody closes: before pools of threads take no more work, which a save in
+# progress needs. `atexit` would come after that.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

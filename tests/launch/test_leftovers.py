@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,33 @@ def test_nothing_is_left_of_a_run_that_ended(launcher: tuple[str, ...], end: str
         assert run.left() == []
     assert [*scratch.iterdir()] == []
     assert [path for path in temporary.iterdir() if not path.name.startswith(OF_TORCH)] == []
+
+
+UNCLOSED = """
+import os
+import dzero
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+sharded = dzero.shard(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), stage=3, precision="fp32")
+optim = dzero.AdamW(sharded)
+checkpoints = dzero.Checkpointer(dzero.CheckpointConfig(folder="saved", every=1), sharded, optim)
+sharded.model(torch.ones(2, 16)).sum().backward()
+optim.step()
+checkpoints.save(1, {})
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN_OF_TWO], ids=["plain", "torchrun"])
+def test_a_program_that_ends_during_a_save_leaves_the_checkpoint(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    """Nobody closes the Checkpointer, and the last save is still being written when the program is over."""
+    (tmp_path / "own.py").write_text(UNCLOSED)
+    line = [sys.executable, *launcher, str(tmp_path / "own.py")]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "not saved" not in ended.stderr
+    inspected = [sys.executable, "-m", "dzero", "inspect", str(tmp_path / "saved"), "--verify"]
+    assert "step" in subprocess.run(inspected, capture_output=True, text=True, check=True).stdout
