@@ -30,7 +30,7 @@ BOUNDS = (
     (
         r"(^|_)(n_)?(layers?|blocks?|depths?|stages?|levels?|modules|codebooks?|quantizers|flows|loops|cycles|streams)$"
         r"|^num_(mem|encoder|decoder|res|resnet|mtp|nextn|upscale|upsampling|transition|self_attends)_\w*"
-        r"|(layer|block|expert)s?_(types?|pattern)$|_pattern$",
+        r"|(layer|block|expert)s?_(types?|pattern)$|_pattern$|(layer|block)s_per_",
         MOST_LAYERS,
     ),
     (r"position|n_ctx$|context_length|seq_len|sequence_length", MOST_POSITIONS),
@@ -39,11 +39,13 @@ BOUNDS = (
         r"|kernels?|buckets|hashes|latents?|queries)$",
         MOST_WIDTH,
     ),
+    (r"^(n|num|number_of)_|(^|_)(num|count|per|times|passes)(_|$)|inputs?$", MOST_EXPERTS),
 )
 """What a key of a config.json is by its name, the first that fits, and the largest number that this can be.
 
-Names that are only values come first, then numbers of ids, of modules, of positions, and sizes of one dimension. A list
-or a text with a letter for each module is as long as the number that it stands for. Ten million modules take minutes.
+Names that are only values come first, then numbers of ids, of modules, of positions, sizes of one dimension, and all
+other numbers of something. A list or a text with a letter for each module is as long as the number that it stands for.
+Ten million modules take minutes.
 """
 LEAST = {"vocab_size": 1, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1} | dict.fromkeys(
     ("num_local_experts", "num_experts", "n_routed_experts"), 0
