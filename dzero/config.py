@@ -10,7 +10,7 @@ import copy
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,11 @@ def resolve_typed(composed: DictConfig, typed: Typed) -> tuple[RunConfig, tuple[
 
 
 def _built(composed: DictConfig, typed: Typed) -> RunConfig:
-    config = OmegaConf.to_object(composed)
+    try:
+        config = OmegaConf.to_object(composed)
+    except FrozenInstanceError as unknown:  # a key that `+` added
+        key = str(unknown).split("'")[1]
+        raise ValueError(f"{key}: unknown key") from unknown
     assert isinstance(config, RunConfig)
     if error := typed_in_vain(config.settings, typed):
         raise error

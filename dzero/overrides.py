@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -100,6 +101,10 @@ def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfi
         sys.exit(f"error: {_essence(error)}")
     except yaml.YAMLError as error:  # of a file in a folder that the user named
         sys.exit(f"error: {' '.join(str(error).split())}")
+    except UnicodeDecodeError as error:
+        if not any("/hydra/_internal/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)[-3:]):
+            raise
+        sys.exit(f"error: a YAML file of the configuration is not UTF-8: {error}")
     except RunError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
