@@ -77,6 +77,10 @@ class BoundedStore:
         """Set `value` if the value is `expected`, empty where there is none; return the value."""
         return bytes(self._call("compare_set", key, expected, value)).decode()
 
+    def delete_key(self, key: str) -> None:
+        """Delete a key, if it is there."""
+        self._call("delete_key", key)
+
     def close(self) -> None:
         """End the thread, and with it the connection."""
         self._calls.put(None)

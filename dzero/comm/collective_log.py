@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import TracebackType
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -68,6 +70,16 @@ class Collective:
         return self.text
 
 
+class _Begun(NamedTuple):
+    """The collective that a rank began last."""
+
+    number: int
+    collective: Collective
+    at_s: float
+    thread: int
+    group: ref[dist.ProcessGroup]
+
+
 class CollectiveLog:
     """This rank's collectives of the step, and their checksum.
 
@@ -90,7 +102,7 @@ class CollectiveLog:
         self.count = self.checksum = self.transfers = 0
         self.device: torch.device | None = None
         self._behind: streams.Event = None  # after the last collective
-        self._last: tuple[int, Collective, float] | None = None  # one object, so that other threads read all or none
+        self._last: _Begun | None = None  # one object, so that other threads read all or none
         self.step: deque[Collective | str] = deque(maxlen=KEPT)
         self.explain: Callable[[Exception], None] = lambda error: None
         self.beside: tuple[str, int] | None = None
@@ -105,21 +117,30 @@ class CollectiveLog:
     @property
     def at(self) -> tuple[int, str]:
         """Number and description of the collective that this rank began last; thread-safe."""
-        if self._last is None:
+        if (last := self._last) is None:
             return 0, "before its first collective"
-        count, collective, _ = self._last
-        return count, f"#{count} {collective}{self._model}"
+        return last.number, f"#{last.number} {last.collective}{self._model}"
 
     @property
     def begun_s(self) -> float:
         """When the last collective began, by the monotonic clock; 0 before the first. Thread-safe."""
-        return 0.0 if self._last is None else self._last[-1]
+        return 0.0 if (last := self._last) is None else last.at_s
+
+    @property
+    def thread(self) -> int | None:
+        """The thread that began the last collective; None before the first. Thread-safe."""
+        return None if (last := self._last) is None else last.thread
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the last collective; None before the first, or if it is gone. Thread-safe."""
+        return None if (last := self._last) is None else last.group()
 
     def within(self, collective: Collective, group: dist.ProcessGroup) -> Waiting:
         """Log a collective that begins now; run code that may wait for other ranks in the returned context."""
         self.count += 1
         self.step.append(collective)
-        self._last = self.count, collective, time.monotonic()
+        self._last = _Begun(self.count, collective, time.monotonic(), threading.get_ident(), ref(group))
         self.checksum = zlib.crc32(collective.encoded, self.checksum)
         if self.check:
             with self.waiting():

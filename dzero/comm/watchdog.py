@@ -9,22 +9,24 @@ Every process whose ranks train a sharded model has one, whoever started it: `sh
                                 them ended, is silent, or waits in something else, it says so, and nothing more.
                                 Shortly before the limit all read it, so that each can name the missing at once.
     it waits for the limit      The thread reports and ends the process, if nothing else did: where the device waits, or
-                                where ranks that wait for each other would wait for torch's 10 to 30 minutes. Not where
-                                somebody else may wake them: a group with other processes, a transfer under way.
+                                where ranks that wait for each other would wait for torch's 10 to 30 minutes
+                                (`comm/stalls.py`). Not where somebody else may wake them.
     a collective fails          It reads the status of all ranks twice, `SILENT_S` apart. A rank without a newer
                                 heartbeat is dead, stopped, or holds the interpreter lock. Also where a save or a
                                 resume waits for ranks.
     any other failure           It writes the reason, for the ranks that it leaves.
     the store does not answer   It says so, and ends no later.
 
-A rank that computes is never ended by others: only the timeout of the process group's own collectives does that. The
-first report in the store is the report of all ranks. Training is not slowed down: a step only counts its collectives
-(`comm/collective_log.py`).
+A rank that computes is never ended by others, nor is who waits for it: only the timeout of the process group's own
+collectives does that. But a rank that holds the interpreter lock in one call for longer than the limit gives no sign of
+life. The first report in the store is the report of all ranks. Training is not slowed down: a step only counts its
+collectives (`comm/collective_log.py`).
 """
 
 from __future__ import annotations
 
 import atexit
+import dis
 import json
 import os
 import socket
@@ -34,14 +36,14 @@ import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import NoReturn
 
 import torch
@@ -50,15 +52,32 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dzero.comm.collective_log import CollectiveLog
+from dzero.comm.stalls import (
+    NO_ERROR,
+    STALL_S,
+    TRANSFERS,
+    WAIT,
+    RankStatus,
+    all_wait,
+    first_line,
+    met,
+    report,
+    silent,
+    stuck,
+)
 from dzero.errors import PACKAGE, RankLost, ReportedElsewhere, RunError
 from dzero.mesh import timeout_of_ranks
 from dzero.rendezvous import BoundedStore, StoreLost
-from dzero.utils.torch_internals import STORES, another_connection, is_default_store, is_in_default_store
+from dzero.utils.torch_internals import (
+    STORES,
+    another_connection,
+    are_all_in_default_store,
+    is_default_store,
+    is_in_default_store,
+)
 
 BEAT_S = 1.0
 SILENT_S = 2.5 * BEAT_S
-STALL_S = 4.0
-"""Seconds that a rank waits in one place before it looks whether the others can still come."""
 TURN_S = 5.0
 """Seconds after which another of the ranks that wait in the same place may be the one that looks."""
 SLOW_S, SLOW_NOTES = 8.0, 3
@@ -74,50 +93,12 @@ LIBRARIES = tuple(f"{path}/" for path in (PACKAGE, Path(torch.__file__).parents[
 TORCHS_OWN = tuple(
     f"torch/distributed/{name}.py" for name in ("distributed_c10d", "pipelining/schedules", "_functional_collectives")
 )
-AROUND = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py")
+AROUND = ("torch/_ops.py", "torch/_library/", "torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py")
 """Files of torch with functions that only call others: of an operator, or of what a decorator wraps."""
+WAITS = ("wait", "wait_tensor")
+"""Methods in C, and functions, that wait for a collective that was begun before."""
 COMPUTES = ("_object_to_tensor", "_tensor_to_object")
 """Functions in files of `TORCHS_OWN` that wait for no rank: they pickle."""
-TRANSFERS = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "_wait_batch_p2p")
-"""Functions of torch that wait for one other rank, which waits in another one of them."""
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """Status of a rank at its last heartbeat, the number of which is `beat`.
-
-    Attributes:
-        count: Number of collectives begun.
-        last: Description of the last collective begun.
-        ended: Reason why the rank left; empty while it runs.
-        waits: Whether the rank waits for other ranks.
-        own: Whether it does so in something of dzero's own, in which all ranks meet.
-        meets: Where ranks are that it could meet there, without the line of the program; empty if it may be woken by a
-            process that is none of the ranks.
-        waits_s: Seconds that it has waited in the same place.
-        at: Where in the program it stands, unless it waits in its last collective.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    beat: int
-    count: int
-    last: str
-    ended: str = ""
-    waits: bool = False
-    own: bool = True
-    meets: str = ""
-    waits_s: float = 0.0
-    at: str = ""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid} on {self.host})"
-
-    @property
-    def place(self) -> str:
-        """The last collective, and where the rank is since."""
-        return f"{self.last}; now {'waits' if self.waits else 'is'} in {self.at}" if self.at else self.last
 
 
 class Watchdog:
@@ -152,13 +133,13 @@ class Watchdog:
         self._logs: weakref.WeakSet[CollectiveLog] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._latest, self._starting = CollectiveLog(), True
-        self._trains = threading.get_ident()
+        self._trains: int | None = threading.get_ident()
         self._wait, self._stall = _Wait(), _Stall()
         self._beats = 0
         self._over = threading.Event()
         # A connection of its own, so that a thread that waits for the store blocks no other user of the store.
         self._store = BoundedStore(dist.PrefixStore("dzero/watch", another_connection()))  # type: ignore[attr-defined]
-        self._stale: frozenset[RankStatus | None] = frozenset()
+        self._stale, self._stale_told, self._number = list[RankStatus](), "", 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def follow(self, collective_log: CollectiveLog) -> None:
@@ -174,9 +155,11 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to write heartbeats."""
-        if next(_begun):  # default groups of a process may share a store
-            with suppress(StoreLost):  # what ranks wrote when they left an earlier group
-                self._stale = frozenset(place for place in self._read() if place is not None and place.ended)
+        with suppress(StoreLost):
+            self._number = (self._store.add("begun", 1) - 1) // self._ranks
+            if next(_begun):  # default groups of a process may share a store: what ranks wrote when they left another
+                self._stale = [place for place in self._read() if place is not None and place.ended]
+                self._stale_told = self._told()
         _running.append(self)
         self._thread.start()
 
@@ -199,7 +182,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        ended = "" if error is None else f"{type(error).__name__}: {_first_line(error)}"
+        ended = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
         try:
             # Groups are made before there is a collective log, and raise RuntimeError if a rank is lost.
             if isinstance(error, RankLost) or (
@@ -207,7 +190,7 @@ class Watchdog:
             ):
                 self._tell(error)
         finally:
-            self.stop(ended or "no error")
+            self.stop(ended or NO_ERROR)
 
     # In the thread
 
@@ -215,11 +198,15 @@ class Watchdog:
         try:
             while not self._over.wait(BEAT_S):
                 if not self.is_of(dist.group.WORLD):
-                    self.stop("no error")
+                    self.stop(NO_ERROR)
                     return
                 self._beat()
         except RunError as found:
             self._end(found)
+        except Exception as error:  # a fault of its own must not look as if this rank gave no sign of life
+            _note(f"the watchdog of rank {self._rank} ends: {type(error).__name__}: {first_line(error)}")
+            with suppress(StoreLost):
+                self._store.delete_key(str(self._rank))
 
     def is_of(self, world: dist.ProcessGroup | None) -> bool:
         """Return whether it watches the ranks of this default group."""
@@ -244,8 +231,8 @@ class Watchdog:
         """Look whether the others can still come to where this rank waits."""
         stall, is_late = self._stall, self._is_late(status.waits_s)
         turn = f"look/{status.count} {status.place} {int(time.time() // TURN_S)}"  # clocks of nodes may differ a little
-        if is_late and self._store.check([TOLD]):
-            raise ReportedElsewhere(self._store.multi_get([TOLD])[0].decode())
+        if is_late and (told := self._told()):
+            raise ReportedElsewhere(told)
         has_turn = self._store.compare_set(turn, "", str(self._rank)) == str(self._rank)
         if not has_turn and status.waits_s < self._limit_s - SILENT_S - 2 * BEAT_S:
             return
@@ -254,15 +241,16 @@ class Watchdog:
         if not has_turn:
             return
         gone = silent(before, places)
-        locked, together = is_deadlock(places, gone), is_together(places)
+        awaited = met(places, self._rank)
+        locked, together = self._rank in stuck(places, gone), all_wait(awaited, own=True)
         if is_late and (locked or together or (self._is_on_device() and status.waits_s > self._timeout_s)):
             self._say(places, gone, TimeoutError("timed out"), within=f" within {self._limit_s:g} s")
-        slow = together and status.waits_s > SLOW_S and self._slow_notes < SLOW_NOTES
+        slow = all_wait(awaited, own=False) and status.waits_s > SLOW_S and self._slow_notes < SLOW_NOTES
         what = "ranks that wait" if locked else "a slow collective" if slow else "ranks that compute"
         if (locked or slow or status.waits_s > BUSY_S) and stall.is_new(what):
             self._slow_notes += slow
             where = json.dumps([place and (place.count, place.place, place in gone) for place in places])
-            if self._store.add(f"noted {where}", 1) == 1:
+            if self._store.add(f"noted {self._number} {where}", 1) == 1:
                 waited = f" for {status.waits_s:.0f} s"
                 _note(report(places, gone, self._rank, waited, is_pipeline=self._latest.is_pipeline))
 
@@ -282,22 +270,24 @@ class Watchdog:
         with self._lock:
             logs = [*self._logs]
         self._latest = log = max(logs, key=lambda each: (each.waits, each.begun_s), default=self._latest)
-        (number, last), at, frame, meets = log.at, "", None, ""
-        beside = next((each.beside[0] for each in logs if each.beside and each.beside[1] == self._trains), None)
+        (number, last), at, frame, meets, everybody = log.at, "", None, "", (0, self._ranks)
+        group: tuple[int, ...] = everybody
+        trains = self._trains = log.thread or self._trains
+        beside = next((each.beside[0] for each in logs if each.beside and each.beside[1] == trains), None)
         own = beside is not None or log.waits or self._is_on_device()
         if beside is not None:
             at = meets = beside
         elif log.moves and not log.is_waiting:
             at, meets = "a transfer between pipeline stages", TRANSFERS[0]
         elif own:
-            meets = last
+            meets, group = last, everybody if (of := log.group) is None else as_range(of)
         else:
-            frame, at, meets = standing(sys._current_frames().get(self._trains))
+            frame, at, meets, group = standing(None if trains is None else sys._current_frames().get(trains))
         where = (id(log), number, log.transfers, beside) if own else frame and (id(frame), frame.f_lasti)
         waits_s = self._wait.lasts_s(where, frame)
         self._beats += 1
         who, waits = (self._rank, self._host, self._pid), own or frame is not None
-        return RankStatus(*who, self._beats, number, last, ended, waits, own, meets, waits_s, at)
+        return RankStatus(*who, self._beats, number, last, ended, waits, own, meets, group, waits_s, at)
 
     def _write(self, status: RankStatus) -> None:
         self._store.set(str(self._rank), json.dumps(asdict(status)))
@@ -308,6 +298,11 @@ class Watchdog:
         found = dict(zip(there, self._store.multi_get(there), strict=True))
         places = [RankStatus(**json.loads(found[key])) if key in found else None for key in keys]
         return [None if place in self._stale else place for place in places]
+
+    def _told(self) -> str:
+        """Return the report of all ranks; empty if there is none, or that of an earlier group alone."""
+        told = self._store.multi_get([TOLD])[0].decode() if self._store.check([TOLD]) else ""
+        return "" if told == self._stale_told else told
 
     def _explain(self, error: Exception) -> None:
         """Raise what is known about the ranks that an error of a collective comes from, if it comes from any."""
@@ -325,7 +320,7 @@ class Watchdog:
             ):
                 time.sleep(BEAT_S / 4)
                 places = self._read()
-                if self._store.check([TOLD]):
+                if self._told():
                     break  # by a rank that has looked for longer
             gone, here = silent(before, places), places[self._rank]
             there = [place for place in places if place is not None]
@@ -336,7 +331,7 @@ class Watchdog:
         except StoreLost as lost:
             where = self._latest.at[1]
             text = f"rank {self._rank} got no answer in {where}, and where the other ranks are is unknown: {lost}"
-            raise RunError(f"{text}\nthe backend says: {_first_line(error)}") from error
+            raise RunError(f"{text}\nthe backend says: {first_line(error)}") from error
 
     def _say(
         self, places: Sequence[RankStatus | None], gone: Sequence[RankStatus], error: Exception, *, within: str = ""
@@ -352,7 +347,7 @@ class Watchdog:
             error,
             is_pipeline=self._latest.is_pipeline,
         )
-        told = self._store.compare_set(TOLD, "", text)
+        told = self._store.compare_set(TOLD, self._stale_told, text)
         raise (RunError if told == text else ReportedElsewhere)(told) from error
 
 
@@ -437,7 +432,12 @@ def follow(collective_log: CollectiveLog) -> None:
 def _say_goodbye() -> None:
     error = getattr(sys, "last_value", None)
     for watchdog in [*_running]:
-        watchdog.stop("no error" if error is None else f"{type(error).__name__}: {_first_line(error)}")
+        if isinstance(error, RuntimeError) and _is_of_torchs_own(error):
+            try:
+                watchdog._tell(error)
+            except RunError as found:  # which other rank made torch raise it
+                _note(str(found))
+        watchdog.stop(NO_ERROR if error is None else f"{type(error).__name__}: {first_line(error)}")
 
 
 def _raise(found: RunError) -> NoReturn:
@@ -458,37 +458,72 @@ def _note(text: str) -> None:
         print(f"dzero: {text}", file=sys.stderr, flush=True)
 
 
-def standing(frame: FrameType | None) -> tuple[FrameType | None, str, str]:
+def standing(frame: FrameType | None) -> tuple[FrameType | None, str, str, tuple[int, ...]]:
     """Return where the program of `frame`, its innermost call, is.
 
     Returns:
-        The call of torch.distributed that waits there, None if the program computes; the line of the program; and what
-        that call waits in, empty if processes that are none of the ranks may wake it.
+        The call that waits there for other ranks, None if the program computes; the line of the program; what that call
+        waits in, empty if processes that are none of the ranks may wake it; and the ranks that it waits for.
     """
-    while frame is not None and frame.f_code.co_filename.endswith(AROUND):
+    while frame is not None and any(part in frame.f_code.co_filename for part in AROUND):
         frame = frame.f_back
-    waits = frame if frame is not None and frame.f_code.co_filename.endswith(TORCHS_OWN) else None
-    waits = None if waits is None or waits.f_code.co_name in COMPUTES else waits
-    name = "" if waits is None else waits.f_code.co_name
-    meets = name if waits is not None and _is_of_ranks(waits) else ""
-    while frame is not None:
-        file = frame.f_code.co_filename
+    if frame is None:
+        return None, "", "", ()
+    name, group = "", tuple[int, ...]()
+    if frame.f_code.co_filename.endswith(TORCHS_OWN):
+        if frame.f_code.co_name not in COMPUTES:
+            name, group = frame.f_code.co_name, _ranks_of(frame)
+    elif called_by(frame) in WAITS:
+        name, group = called_by(frame), (0, dist.get_world_size()) if are_all_in_default_store() else ()
+    waits, meets = frame if name else None, (WAIT if name in WAITS else name) if group else ""
+    at: FrameType | None = frame
+    while at is not None:
+        file = at.f_code.co_filename
         if not file.startswith(LIBRARIES) and not file.startswith("<frozen "):
-            line = f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
-            return waits, line if waits is None else f"{name} at {line}", meets
-        frame = frame.f_back
-    return waits, name, meets
+            line = f"{Path(file).name}:{at.f_lineno} ({at.f_code.co_name})"
+            return waits, f"{name} at {line}" if name else line, meets, group
+        at = at.f_back
+    return waits, name, meets, group
 
 
-def _is_of_ranks(call: FrameType) -> bool:
-    """Return whether a call of torch.distributed waits in a group of ranks of the default one."""
+def _ranks_of(call: FrameType) -> tuple[int, ...]:
+    """Return the ranks that a call of torch.distributed waits for, as arguments of `range`; none if others wake it."""
     known = call.f_locals
     if "group" not in known and "store" in known:  # a group that is being made
-        return is_default_store(known["store"])
+        return (0, dist.get_world_size()) if is_default_store(known["store"]) else ()
     try:
-        return is_in_default_store(known.get("group"))
+        return as_range(known.get("group")) if is_in_default_store(known.get("group")) else ()
     except (KeyError, TypeError, ValueError):  # no group, or one that was made beside the default one
-        return False
+        return ()
+
+
+def as_range(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the ranks of a group as arguments of `range`; none if they are no range, or the group is gone."""
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return ()
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    found = (ranks[0], ranks[-1] + (1 if step > 0 else -1), step)
+    return found if step and [*range(*found)] == ranks else ()
+
+
+def called_by(frame: FrameType) -> str:
+    """Return the name of the method in C that a frame calls just now; empty if it is in none."""
+    return _methods(frame.f_code).get(frame.f_lasti, "")
+
+
+@lru_cache(maxsize=256)
+def _methods(code: CodeType) -> dict[int, str]:
+    """Return the names of the methods that code calls, by the offset of the call."""
+    named, found = dict[object, str](), dict[int, str]()
+    for each in dis.get_instructions(code):
+        start = each.positions and (each.positions.lineno, each.positions.col_offset)
+        if each.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            named[start] = str(each.argval)
+        elif each.opname.startswith("CALL") and start in named:
+            found[each.offset] = named[start]
+    return found
 
 
 def _is_of_torchs_own(error: Exception) -> bool:
@@ -500,106 +535,3 @@ def _is_of_torchs_own(error: Exception) -> bool:
 def _is_timeout(error: Exception) -> bool:
     """Return whether an error of a backend says that a time was over."""
     return "imed out" in str(error) or "timeout" in str(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def silent(before: Sequence[RankStatus | None], now: Sequence[RankStatus | None]) -> list[RankStatus]:
-    """Return the ranks that neither wrote a heartbeat nor ended between two readings."""
-    return [
-        new
-        for old, new in zip(before, now, strict=True)
-        if old is not None and new is not None and old.beat == new.beat and not new.ended
-    ]
-
-
-def is_deadlock(places: Sequence[RankStatus | None], gone: Sequence[RankStatus]) -> bool:
-    """Return whether no rank can go on: each has ended, is `gone`, or waits, and they cannot meet where they wait.
-
-    Ranks that all wait in the same collective may just have a slow network, as two in transfers between them.
-    """
-    there = [place for place in places if place is not None and not place.ended and place not in gone]
-    if None in places or any(place.waits_s < STALL_S or not place.meets for place in there):
-        return False
-    if sum(place.meets in TRANSFERS for place in there) > 1:
-        return False
-    return len(there) < len(places) or len({(place.own and place.count, place.meets) for place in there}) > 1
-
-
-def is_together(places: Sequence[RankStatus | None]) -> bool:
-    """Return whether all ranks wait in something of dzero's own, where only the network can hold them up."""
-    return all(place is not None and place.own and place.waits and place.waits_s >= STALL_S for place in places)
-
-
-def report(
-    places: Sequence[RankStatus | None],
-    gone: Sequence[RankStatus],
-    rank: int,
-    within: str,
-    error: Exception | None = None,
-    *,
-    is_pipeline: bool = False,
-) -> str:
-    """Return the message for a wait, or for an `error` out of a collective: the missing ranks, and where all are.
-
-    Args:
-        places: Status of each rank.
-        gone: Those without a new heartbeat.
-        rank: The rank that waits.
-        within: How long.
-        error: What the backend raised.
-        is_pipeline: Whether ranks are stages of a pipeline, which begin different collectives.
-    """
-    here = places[rank]
-    assert here is not None
-    there = [place for place in places if place is not None]
-    ended = [place for place in there if place.ended]
-    elsewhere = [place for place in there if place.waits and place.at and place.meets != here.meets]
-    busy = [place for place in there if not place.waits and place != here]
-    # At the same count, all ranks must be in the same collective, but for stages of a pipeline.
-    alike = [] if is_pipeline else there
-    others = [place for place in alike if place.count == here.count and place.last != here.last]
-    behind = [place for place in alike if place.count < here.count]
-    ahead = [place for place in alike if place.count > here.count]
-    if ended:
-        why = "; ".join(f"{place} ended with {place.ended}" for place in ended[:3])
-    elif gone:
-        why = f"{', '.join(map(str, gone[:3]))} gives no sign of life: dead, stopped or hung"
-    elif elsewhere:
-        why = "; ".join(f"{place} waits in {place.at}" for place in elsewhere[:3])
-    elif others:
-        why = f"the ranks have diverged: {here} is in {here.last}, {others[0]} in {others[0].last}"
-    elif behind:
-        why = f"{', '.join(map(str, behind[:3]))} is behind"
-    elif ahead:
-        why = "; ".join(f"{place} is in {place.last}" for place in ahead[:3])
-    elif busy:
-        why = f"{', '.join(map(str, busy[:3]))} waits for no other rank"
-    else:
-        why = "every rank is there"
-    where = f"in {here.last}" if here.count else "at the start"
-    if isinstance(error, RankLost):
-        where = "about a checkpoint"
-    elif here.waits and here.at:
-        where = f"in {here.at}"
-    lines = [f"rank {rank} got no answer {where}{within}: {why}", "last collective of each rank:"]
-    said = [] if error is None else [f"the backend says: {_first_line(error)}"]
-    return "\n".join([*lines, *_by_place(places, gone), *said])
-
-
-def _by_place(places: Sequence[RankStatus | None], gone: Sequence[RankStatus]) -> list[str]:
-    """Return a line for each place (last collective), with the ranks that are there."""
-    at: dict[str, list[int]] = defaultdict(list)
-    for rank, place in enumerate(places):
-        where = "not there yet" if place is None else place.place + (" at its last beat" if place in gone else "")
-        at[where].append(rank)
-    return [f"  rank {_ranges(ranks)}: {text}" for text, ranks in at.items()]
-
-
-def _ranges(ranks: list[int]) -> str:
-    """Return ranks as ranges: "0, 2-5" for 0, 2, 3, 4, 5."""
-    starts = [rank for rank in ranks if rank - 1 not in ranks]
-    ends = [rank for rank in ranks if rank + 1 not in ranks]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

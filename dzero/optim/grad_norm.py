@@ -169,9 +169,13 @@ class DataParallelSums:
             differing = [self._rank(at) for at in others]
             shards = checksums.view(-1, self._copies)
             group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
+            try:
+                where = self._collective_log.divergence(group)
+            except RuntimeError as error:  # a rank is in another collective meanwhile, or gone
+                where = f"which, it cannot be asked: {error}"
             raise RuntimeError(
                 f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
-                f"modules of them: {self._collective_log.divergence(group)}\nEvery rank must run the same modules in "
+                f"modules of them: {where}\nEvery rank must run the same modules in "
                 "the same order in every microbatch (no branches on the data of one rank); where only some parameters "
                 "of a unit differ, zero.unused=union counts zeros for ranks that did not reach them"
             )

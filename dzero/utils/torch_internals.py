@@ -724,6 +724,12 @@ def is_in_default_store(group: dist.ProcessGroup | None) -> bool:
     return is_default_store(c10d._get_process_group_store(group or dist.group.WORLD))
 
 
+def are_all_in_default_store() -> bool:
+    """Return whether all process groups of this process met in the store of the default one."""
+    c10d = import_module("torch.distributed.distributed_c10d")
+    return all(is_default_store(store) for _, store in [*c10d._world.pg_map.values()])
+
+
 def is_default_store(store: Any) -> bool:
     """Return whether a store is that of the default process group, whatever prefixes it has."""
     default = import_module("torch.distributed.distributed_c10d")._get_default_store()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from dzero import AdamW, shard
 from dzero.comm.collectives import ReduceGrads, UnshardParams
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import ExactReduction
-from dzero.comm.watchdog import RankStatus, is_deadlock, report, silent
+from dzero.comm.stalls import RankStatus, report, silent, stuck
 from dzero.errors import RankLost
 
 
@@ -79,22 +80,41 @@ def test_models_of_one_shape_are_told_apart(pool: Pool) -> None:
         assert "rank 1: the step of model 2" in said
 
 
-def waits(rank: int, meets: str, *, own: bool) -> RankStatus:
-    return RankStatus(rank, "host", rank, 5, 7, "#7 all_gather", waits=True, own=own, meets=meets, waits_s=10.0)
+BOTH = (0, 2)
+
+
+def waits(
+    rank: int, meets: str, *, own: bool = False, group: tuple[int, ...] = BOTH, count: int = 7, at: str = ""
+) -> RankStatus:
+    where = f"#{count} all_gather"
+    return RankStatus(rank, "host", rank, 5, count, where, "", True, own, meets or where, group, 10.0, at)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "locked"),
+    ("places", "found"),
     [
-        (waits(0, "#7 all_gather", own=True), waits(1, "barrier", own=False), True),
-        (waits(0, "barrier", own=False), waits(1, "barrier", own=False), False),
-        (waits(0, "", own=False), waits(1, "barrier", own=False), False),
-        (waits(0, "send", own=False), waits(1, "recv", own=False), False),
+        ([waits(0, "", own=True), waits(1, "barrier")], {0, 1}),
+        ([waits(0, "barrier"), waits(1, "barrier")], set()),
+        ([waits(0, "broadcast", group=()), waits(1, "barrier")], set()),  # a process beside the ranks may wake it
+        ([waits(0, "send"), waits(1, "recv")], set()),
+        ([waits(0, "recv"), waits(1, "", own=True)], set()),  # another thread of rank 1 may send
+        ([waits(0, "wait"), waits(1, "barrier")], set()),  # perhaps for what the other begins
+        ([waits(0, "wait"), waits(1, "", own=True)], {0, 1}),
+        ([waits(0, "", own=True), waits(1, "", own=True, count=8)], set()),  # rank 1 has its part of number 7
+        ([waits(0, "", own=True), waits(1, "", own=True, count=9)], {0, 1}),
+        ([waits(0, "", own=True), waits(1, "an agreement", own=True, count=8, at="an agreement")], {0, 1}),
+        ([waits(0, "", own=True), None], set()),
+        ([waits(0, "", own=True), waits(1, "barrier"), None], {0, 1}),
+        ([waits(0, "all_reduce"), waits(1, "all_reduce"), *(waits(r, "barrier", group=(2, 4)) for r in (2, 3))], set()),
+        ([waits(0, "", own=True, group=(0, 4)), *(waits(r, "barrier", group=(1, 4)) for r in (1, 2, 3))], set()),
+        ([waits(0, "all_reduce"), replace(waits(1, "all_reduce"), waits_s=1.0)], set()),
+        ([waits(0, "all_reduce", group=(0, 3)), replace(waits(1, "all_reduce"), ended="no error"), None], {0}),
     ],
-    ids=["another collective", "the same", "a process beside the ranks", "a transfer"],
 )
-def test_ranks_that_others_may_wake_are_in_no_deadlock(first: RankStatus, second: RankStatus, locked: bool) -> None:
-    assert is_deadlock([first, second], []) == locked
+def test_ranks_are_stuck_that_wait_for_each_other_in_different_places_or_for_one_that_left(
+    places: list[RankStatus | None], found: set[int]
+) -> None:
+    assert stuck(places, []) == found
 
 
 PLACES = [

@@ -121,7 +121,7 @@ def test_what_a_thread_tells_ends_the_worker() -> None:
 
 
 OWN = """
-import os, pathlib, subprocess, sys, time
+import os, pathlib, subprocess, sys, threading, time
 from datetime import timedelta
 import dzero
 import torch
@@ -156,6 +156,23 @@ ENDLESS = {
     "saves alone": """
 checkpointer = dzero.Checkpointer(dzero.CheckpointConfig(folder="saved", every=1), sharded, optim)
 if rank == 1: checkpointer.save(1, {})
+""",
+    "gathers a weight": "if rank == 1: model[0].weight.full_tensor()",
+    "waits for what it began": "if rank == 1: dist.all_reduce(torch.ones(1), async_op=True).wait()",
+    "trains in a thread": """
+def train():
+    step()
+    dist.barrier()
+if rank == 1:
+    threading.Thread(target=train).start()
+    time.sleep(1000)
+else:
+    step()
+""",
+    "exits": "if rank == 1: sys.exit(3)",
+    "raises beside a barrier": """
+if rank == 1: raise ValueError('of my own')
+dist.barrier()
 """,
     "raises": "if rank == 1: raise ValueError('of my own')",
     "is killed": "if rank == 1: os.kill(os.getpid(), 9)",
@@ -203,6 +220,16 @@ if rank == 1:
     dist.broadcast(torch.ones(4), group=group_of_two(store, 0), group_src=0)
     assert engine.wait() == 0
 """,
+    "serves data from a thread": """
+feed = dist.new_group()
+def serve():
+    time.sleep(130)
+    dist.send(torch.ones(4), 0, group=feed)
+if rank == 1:
+    threading.Thread(target=serve).start()
+else:
+    dist.recv(torch.ones(4), 1, group=feed)
+""",
     "computes in its stage": """
 class Parts(nn.Module):
     def __init__(self):
@@ -235,6 +262,11 @@ SAYS = {
     "waits in a barrier": r"\n  rank 1: #\d+ .*; now waits in barrier at own\.py:\d+ \(<module>\)\n",
     "skips a module": r"got no answer in #\d+ .* for \d+ s: (the ranks have diverged|rank \d .* is (behind|in #))",
     "saves alone": r"\n  rank 1: #\d+ .*; now waits in an agreement on saved\n",
+    "gathers a weight": r"\n  rank 1: #\d+ .*; now waits in wait_tensor at own\.py:\d+ \(<module>\)\n",
+    "waits for what it began": r"\n  rank 1: #\d+ .*; now waits in wait at own\.py:\d+ \(<module>\)\n",
+    "trains in a thread": r"\n  rank 1: #\d+ .*; now waits in barrier at own\.py:\d+ \(train\)\n",
+    "exits": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) has left, without an error",
+    "raises beside a barrier": r"dzero: rank 0 got no answer .*: rank 1 \(.*\) ended with ValueError: of my own",
     "raises": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) ended with ValueError: of my own",
     "is killed": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) gives no sign of life",
 }
@@ -278,7 +310,17 @@ def until(found: Callable[[], bool], seconds: float = 120.0) -> float:
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize("kind", ["waits in a barrier", "skips a module", "saves alone"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "waits in a barrier",
+        "skips a module",
+        "saves alone",
+        "gathers a weight",
+        "waits for what it began",
+        "trains in a thread",
+    ],
+)
 def test_a_loop_of_ones_own_that_stalls_says_within_ten_seconds_who_waits_where(kind: str, tmp_path: Path) -> None:
     """Although the process group has torch's own timeout of half an hour."""
     with own_loop(tmp_path, kind, 0) as (log, ranks):
@@ -290,7 +332,7 @@ def test_a_loop_of_ones_own_that_stalls_says_within_ten_seconds_who_waits_where(
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize("kind", ["is killed", "raises"])
+@pytest.mark.parametrize("kind", ["is killed", "raises", "exits", "raises beside a barrier"])
 def test_a_loop_of_ones_own_names_the_rank_that_left_it(kind: str, tmp_path: Path) -> None:
     with own_loop(tmp_path, kind, 0) as (log, ranks):
         until(lambda: log().count("stalls") == 2)
@@ -299,7 +341,9 @@ def test_a_loop_of_ones_own_names_the_rank_that_left_it(kind: str, tmp_path: Pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["waits in a barrier", "skips a module", "computes"])
+@pytest.mark.parametrize(
+    "kind", ["waits in a barrier", "skips a module", "gathers a weight", "waits for what it began", "computes"]
+)
 def test_a_loop_of_ones_own_that_stalls_ends_within_the_timeout_of_its_group(kind: str, tmp_path: Path) -> None:
     with own_loop(tmp_path, kind, 10) as (log, ranks):
         until(lambda: log().count("stalls") == 2)

@@ -51,7 +51,7 @@ class Rank:
 
     def steps(self) -> int:
         """How many it has made."""
-        return max(map(int, re.findall(r"step=(\d+)\n", self.log.read_text())), default=0)
+        return max(map(int, re.findall(r"step=(\d+)\s", self.log.read_text())), default=0)
 
 
 def command(program: str, data: Path, timeout_s: float) -> list[str]:
