@@ -266,6 +266,7 @@ SEAMS = {"dzero.utils.torch_internals", "dzero.zero.fsdp_internals", "dzero.para
 NOT_TORCHS = {
     "_current_frames": "sys",
     "_exit": "os",
+    "_register_atexit": "threading",
     "_get_node": "omegaconf",
     "_replace": "named tuples",
     "_init_weights": "transformers",
