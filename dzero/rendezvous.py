@@ -24,7 +24,12 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in __all__
+    DistError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.rendezvous import rendezvous as open_store
 
 from dzero.errors import RunError, converting
@@ -38,9 +43,8 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class StoreLost(Exception):
     """The store of the ranks is gone (`is_gone`), or does not answer."""
 
-    def __init__(self, *, is_gone: bool) -> None:
-        address, port = (os.environ.get(name, "") for name in VARIABLES[2:])
-        at = f" at {address}:{port}" if address and port else ""
+    def __init__(self, address: str, *, is_gone: bool) -> None:
+        at = f" at {address}" if address else ""
         super().__init__(f"the store of the ranks{at} {'is gone' if is_gone else 'does not answer'}")
         self.is_gone = is_gone
 
@@ -54,6 +58,7 @@ class BoundedStore:
     def __init__(self, store: Store) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         self._unanswered: Future[Any] | None = None
+        self._address = _address(store)
         threading.Thread(target=_serve, args=(store, self._calls), name="store", daemon=True).start()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -87,16 +92,23 @@ class BoundedStore:
 
     def _call(self, name: str, *args: Any) -> Any:
         if self._unanswered is not None and not self._unanswered.done():
-            raise StoreLost(is_gone=False)
+            raise StoreLost(self._address, is_gone=False)
         call: Future[Any] = Future()
         self._calls.put((call, name, args))
         try:
             return call.result(ANSWER_S)
         except NoAnswer as silent:
             self._unanswered = call
-            raise StoreLost(is_gone=False) from silent
+            raise StoreLost(self._address, is_gone=False) from silent
         except DistError as gone:
-            raise StoreLost(is_gone=True) from gone
+            raise StoreLost(self._address, is_gone=True) from gone
+
+
+def _address(store: Store) -> str:
+    """Return HOST:PORT of a store; empty if it has none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
 
 
 def _serve(store: Store, calls: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None]) -> None:
