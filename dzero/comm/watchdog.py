@@ -97,6 +97,7 @@ AROUND = ("torch/_ops.py", "torch/_library/", "torch/distributed/c10d_logger.py"
 """Files of torch with functions that only call others: of an operator, or of what a decorator wraps."""
 WAITS = ("wait", "wait_tensor")
 """Methods in C, and functions, that wait for a collective that was begun before."""
+VARIABLE = ("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF")
 COMPUTES = ("_object_to_tensor", "_tensor_to_object")
 """Functions in files of `TORCHS_OWN` that wait for no rank: they pickle."""
 
@@ -509,20 +510,29 @@ def as_range(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def called_by(frame: FrameType) -> str:
-    """Return the name of the method in C that a frame calls just now; empty if it is in none."""
-    return _methods(frame.f_code).get(frame.f_lasti, "")
+    """Return the name of the method in C that a frame calls just now; empty if it is in none.
+
+    A `wait` is empty, too, if the frame has it from a variable with something else than torch's `Work`.
+    """
+    name, variable = _methods(frame.f_code).get(frame.f_lasti, ("", ""))
+    known = {**frame.f_globals, **frame.f_locals} if name in WAITS else {}
+    return name if variable not in known or isinstance(known[variable], dist.Work) else ""
 
 
 @lru_cache(maxsize=256)
-def _methods(code: CodeType) -> dict[int, str]:
-    """Return the names of the methods that code calls, by the offset of the call."""
-    named, found = dict[object, str](), dict[int, str]()
+def _methods(code: CodeType) -> dict[int, tuple[str, str]]:
+    """Return the names of the methods that code calls, and of the variables that have them, by the offset of the call.
+
+    An object that is in no variable has an empty name.
+    """
+    named, found, before = dict[object, tuple[str, str]](), dict[int, tuple[str, str]](), ""
     for each in dis.get_instructions(code):
         start = each.positions and (each.positions.lineno, each.positions.col_offset)
         if each.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-            named[start] = str(each.argval)
+            named[start] = str(each.argval), before
         elif each.opname.startswith("CALL") and start in named:
             found[each.offset] = named[start]
+        before = str(each.argval) if each.opname in VARIABLE else ""
     return found
 
 
