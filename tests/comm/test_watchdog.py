@@ -172,6 +172,11 @@ if rank == 1:
 else:
     step()
 """,
+    "trained in a thread": """
+(thread := threading.Thread(target=step)).start()
+thread.join()
+if rank == 1: dist.barrier()
+""",
     "exits": "if rank == 1: sys.exit(3)",
     "raises beside a barrier": """
 if rank == 1: raise ValueError('of my own')
@@ -268,6 +273,7 @@ SAYS = {
     "gathers a weight": r"\n  rank 1: #\d+ .*; now waits in wait_tensor at own\.py:\d+ \(<module>\)\n",
     "waits for what it began": r"\n  rank 1: #\d+ .*; now waits in wait at own\.py:\d+ \(<module>\)\n",
     "trains in a thread": r"\n  rank 1: #\d+ .*; now waits in barrier at own\.py:\d+ \(train\)\n",
+    "trained in a thread": r"\n  rank 1: #\d+ .*; now waits in barrier at own\.py:\d+ \(<module>\)\n",
     "exits": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) has left, without an error",
     "raises beside a barrier": r"dzero: rank 0 got no answer .*: rank 1 \(.*\) ended with ValueError: of my own",
     "raises": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) ended with ValueError: of my own",
@@ -322,6 +328,7 @@ def until(found: Callable[[], bool], seconds: float = 120.0) -> float:
         "gathers a weight",
         "waits for what it began",
         "trains in a thread",
+        "trained in a thread",
     ],
 )
 def test_a_loop_of_ones_own_that_stalls_says_within_ten_seconds_who_waits_where(kind: str, tmp_path: Path) -> None:
