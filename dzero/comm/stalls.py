@@ -160,7 +160,9 @@ def report(
     elsewhere = [place for place in there if place.waits and place.at and place.meets != here.meets]
     busy = [place for place in there if not place.waits and place != here]
     # At the same count, all ranks must be in the same collective, but for stages of a pipeline.
-    alike = [] if is_pipeline else there
+    alike = (
+        [] if is_pipeline else [place for place in there if not (here.waits and place.waits and _may_meet(here, place))]
+    )
     others = [place for place in alike if place.count == here.count and place.last != here.last]
     behind = [place for place in alike if place.count < here.count]
     ahead = [place for place in alike if place.count > here.count]

@@ -147,6 +147,11 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
     of_parts = report([waiting[0], behind, *waiting[2:]], [], 0, WITHIN, RuntimeError("Timed out"), is_pipeline=True)
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) waits for no other rank" in of_parts
 
+    network = [waits(0, "", own=True), waits(1, "", own=True, count=8)]
+    assert "within launch.timeout_s=5: every rank is there" in told([*network], [])
+    assert "rank 1 (pid 1 on host) is in #9" in told([network[0], waits(1, "", own=True, count=9)], [])
+    assert "rank 1 is not there yet" in told([network[0], None], [])
+
     wordless = report([*hung], [PLACES[1]], 0, WITHIN, AssertionError())
     assert wordless.endswith("the backend says: AssertionError")
 

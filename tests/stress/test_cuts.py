@@ -62,11 +62,10 @@ def test_a_cut_of_the_network_for_data_alone_is_told_and_ends_at_the_limit(tmp_p
         lived_s, said = time.monotonic() - began_s, "".join(rank.log.read_text() for rank in ranks)
     print(f"the last rank ended after {lived_s:.1f} s")
     assert LIMIT.total_seconds() <= lived_s < LIMIT.total_seconds() + 3 * GRACE_S, said
-    # A rank may have its part of the collective in which the other waits for the rest, and wait in the next one.
     notes = [int(seconds) for seconds in re.findall(r" got no answer in #.* for (\d+) s: every rank is there", said)]
     assert notes, said
     assert min(notes) <= 10 + 3 * GRACE_S, said
-    assert re.search(r"within 120 s: (every rank is there|rank \d \(.*\) is )", said), said
+    assert "within 120 s: every rank is there" in said
 
 
 @pytest.mark.full
