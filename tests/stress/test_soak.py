@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOAKED = ("stage 0, device", "stage 2, host", "stage 3, everything on disk")
 MOST_RSS_MIB = 0.5
 MOST_OF_CYCLES_MIB = 3.0
-"""A process group that torch makes and destroys leaves 0.4 MiB per 1,000 times, and a Checkpointer has one of its own."""
+"""A process group that torch makes and destroys leaves 0.4 MiB per 1,000 times, and each Checkpointer has one."""
 
 
 @pytest.mark.slow
