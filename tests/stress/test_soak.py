@@ -55,7 +55,8 @@ def grown(rank: int, ranks: int, kind: str, number: int, folder: Path) -> dict[s
 @pytest.mark.slow
 def test_nothing_grows_in_hundreds_of_cycles(pool: Pool, tmp_path: Path) -> None:
     number, found = count("CYCLES", 300), {}
-    pool.run(grown, 2, next(iter(KINDS)), number, tmp_path, timeout_s=3600)  # what a new process loads and keeps
+    (warm := tmp_path / "warm").mkdir()
+    pool.run(grown, 2, next(iter(KINDS)), number, warm, timeout_s=3600)  # what a new process loads and keeps
     for kind in KINDS:
         (folder := tmp_path / str(len(found))).mkdir()
         ranks = pool.run(grown, 2, kind, number, folder, timeout_s=3600)
