@@ -109,6 +109,11 @@ def is_raised_here(error: BaseException) -> bool:
     return Path(code.co_filename).is_relative_to(PACKAGE) and code.co_code[last.tb_lasti] == RAISE
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if there is none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def in_short(error: BaseException) -> str:
     """Return the error's class and the start of its message, on one line."""
     said = " ".join(str(error).split()) or "no message"

@@ -454,3 +454,7 @@ def test_a_broken_file_of_a_folder_of_configurations_is_told_in_one_line(tmp_pat
     (tmp_path / "bad.yaml").write_text("a: [1\nb: {")
     ended = typed("train.py", "--config-dir", str(tmp_path), "--config-name", "bad", cwd=tmp_path)
     refused(ended, f'"{tmp_path}/bad.yaml", line 2')
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00a")
+    ended = typed("train.py", "--config-dir", str(tmp_path), "--config-name", "bad", cwd=tmp_path)
+    refused(ended, "a YAML file of the configuration is not UTF-8")
+    refused(typed("train.py", "--config-dir", str(tmp_path), "+foo=1", cwd=tmp_path), "foo: unknown key")

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dzero.errors import RankLost
+from dzero.errors import RankLost, first_line
 
 STALL_S = 4.0
 """Seconds that a rank waits in one place before it looks whether the others can still come."""
@@ -211,8 +211,3 @@ def _ranges(ranks: list[int]) -> str:
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if there is none."""
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -59,13 +59,12 @@ from dzero.comm.stalls import (
     WAIT,
     RankStatus,
     all_wait,
-    first_line,
     met,
     report,
     silent,
     stuck,
 )
-from dzero.errors import PACKAGE, RankLost, ReportedElsewhere, RunError
+from dzero.errors import PACKAGE, RankLost, ReportedElsewhere, RunError, first_line
 from dzero.mesh import timeout_of_ranks
 from dzero.rendezvous import BoundedStore, StoreLost
 from dzero.utils.torch_internals import (
@@ -161,6 +160,7 @@ class Watchdog:
             if next(_begun):  # default groups of a process may share a store: what ranks wrote when they left another
                 self._stale = [place for place in self._read() if place is not None and place.ended]
                 self._stale_told = self._told()
+            self._write(self._status())  # a rank that hangs before its first beat is silent, not one that is not there
         _running.append(self)
         self._thread.start()
 

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import AllToAllScalars, GatherScalars
 from dzero.comm.ledger import EXCEPTIONAL, Ledger
+from dzero.errors import in_short
 from dzero.mesh import REPLICATE, SHARD
 from dzero.zero.cost_model import sums_are_sliced
 
@@ -171,8 +172,8 @@ class DataParallelSums:
             group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
             try:
                 where = self._collective_log.divergence(group)
-            except RuntimeError as error:  # a rank is in another collective meanwhile, or gone
-                where = f"which, it cannot be asked: {error}"
+            except RuntimeError as error:  # a rank has gone on to another collective, or left
+                where = f"where they part is unknown, since the ranks do not meet any more ({in_short(error)})"
             raise RuntimeError(
                 f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
                 f"modules of them: {where}\nEvery rank must run the same modules in "

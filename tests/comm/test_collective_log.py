@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pool import Pool
 from torch import nn
 
 from dzero import AdamW, shard
+from dzero.comm.collective_log import CollectiveLog
 from dzero.comm.collectives import ReduceGrads, UnshardParams
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import ExactReduction
@@ -78,6 +80,20 @@ def two_models(rank: int, ranks: int) -> str:
 def test_models_of_one_shape_are_told_apart(pool: Pool) -> None:
     for said in pool.run(two_models, 2):
         assert "rank 1: the step of model 2" in said
+
+
+def two_models_without_an_answer(rank: int, ranks: int) -> str:
+    """The same, where ranks do not meet any more to say where they part."""
+    lost = RuntimeError("Connection reset by peer\nand a stack")
+    with mock.patch.object(CollectiveLog, "divergence", side_effect=lost):
+        return two_models(rank, ranks)
+
+
+def test_ranks_that_diverged_are_told_though_nobody_answers_where(pool: Pool) -> None:
+    for said in pool.run(two_models_without_an_answer, 2):
+        assert "in another order than rank 0" in said
+        assert "where they part is unknown" in said
+        assert "Connection reset by peer" in said
 
 
 BOTH = (0, 2)

@@ -183,6 +183,10 @@ if rank == 1: raise ValueError('of my own')
 dist.barrier()
 """,
     "raises": "if rank == 1: raise ValueError('of my own')",
+    "keeps the interpreter lock": """
+import ctypes
+if rank == 1: ctypes.PyDLL(None).sleep(1000)
+""",
     "is killed": "if rank == 1: os.kill(os.getpid(), 9)",
     "computes": "if rank == 1: time.sleep(1000)",
 }
@@ -277,6 +281,7 @@ SAYS = {
     "exits": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) has left, without an error",
     "raises beside a barrier": r"dzero: rank 0 got no answer .*: rank 1 \(.*\) ended with ValueError: of my own",
     "raises": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) ended with ValueError: of my own",
+    "keeps the interpreter lock": r"got no answer in #\d+ .* for \d+ s: rank 1 \(pid .*\) gives no sign of life",
     "is killed": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) gives no sign of life",
 }
 
@@ -329,6 +334,7 @@ def until(found: Callable[[], bool], seconds: float = 120.0) -> float:
         "waits for what it began",
         "trains in a thread",
         "trained in a thread",
+        "keeps the interpreter lock",
     ],
 )
 def test_a_loop_of_ones_own_that_stalls_says_within_ten_seconds_who_waits_where(kind: str, tmp_path: Path) -> None:
