@@ -273,9 +273,9 @@ class Watchdog:
         self._latest = log = max(logs, key=lambda each: (each.waits, each.begun_s), default=self._latest)
         (number, last), at, frame, meets, everybody = log.at, "", None, "", (0, self._ranks)
         group: tuple[int, ...] = everybody
-        frames = sys._current_frames()
-        trains: int | None = log.thread or self._trains
-        trains = trains if trains in frames else threading.main_thread().ident  # or whoever trained has ended
+        trains = log.thread or self._trains
+        if trains not in sys._current_frames():  # whoever trained has ended
+            trains = threading.main_thread().ident or trains
         beside = next((each.beside[0] for each in logs if each.beside and each.beside[1] == trains), None)
         own = beside is not None or log.waits or self._is_on_device()
         if beside is not None:
@@ -285,7 +285,8 @@ class Watchdog:
         elif own:
             meets, group = last, everybody if (of := log.group) is None else as_range(of)
         else:
-            frame, at, meets, group = standing(None if trains is None else frames.get(trains))
+            # In no variable, since this call's own frame is among them: the cycle would keep what all frames refer to.
+            frame, at, meets, group = standing(sys._current_frames().get(trains))
         where = (id(log), number, log.transfers, beside) if own else frame and (id(frame), frame.f_lasti)
         waits_s = self._wait.lasts_s(where, frame)
         self._beats += 1

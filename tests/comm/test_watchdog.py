@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -84,6 +86,30 @@ def test_a_collective_that_the_device_waits_in_is_told_at_the_timeout(pool: Pool
     assert "rank 1 (pid" in said
     assert "is behind" in said
     assert "rank 1: #1 reduce_scatter of layers.0" in said
+
+
+def held_through_beats(rank: int, ranks: int) -> list[bool]:
+    """Whether what a call had lives on, of the call that began the watchdog, and of one that saw several beats."""
+
+    class Large:
+        pass
+
+    def call() -> weakref.ref[Large]:
+        large = Large()
+        watching.begin()
+        time.sleep(2.5 * watching.BEAT_S)
+        return weakref.ref(large)
+
+    gc.collect()
+    gc.disable()
+    try:
+        return [call()() is not None for _ in range(2)]
+    finally:
+        gc.enable()
+
+
+def test_what_a_call_had_is_freed_when_it_returns(pool: Pool) -> None:
+    assert pool.run(held_through_beats, 2) == [[False, False]] * 2
 
 
 def test_memory_of_cuda_grows_in_place_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
