@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from devices import TINY, Device
 from omegaconf import OmegaConf
 from report import append_row, results_kept, table, write_table
-from torch.profiler import record_function
 
 from dzero import AdamW, ZeroConfig, make_mesh, shard
 from dzero.hardware import peak_flops
@@ -36,8 +35,6 @@ CONF = Path(__file__).parent.parent / "conf" / "model" / "llama_1b.yaml"
 WARM_STEPS = 5
 SIZE = {True: "1.24 B parameters", False: "a tiny model"}
 """What a GPU trains, and what a CPU."""
-UPDATE = "the optimizer's step"
-"""The span of it in a trace."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +130,7 @@ def llama_step(
         logits = sharded.model(batch[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        with record_function(UPDATE):
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 

@@ -14,9 +14,9 @@ memory, since page-locking takes longer than a turn; else each is built anew for
 The report says which. What is out of memory or cannot run is left out with a note. `clipped`: part of dzero's steps
 whose norm was above the limit; there overlap=backward undoes what it did early.
 
-Size: bisection over the layers of a llama (offload_largest.py), every candidate in a process of its own: built on meta,
-filled part by part, two steps, finite losses. Goal: 16 bytes per parameter (bf16 weight and gradient, fp32 master and
-moments) are 0.85 of HBM and DRAM together.
+Size: bisection over the layers of a llama (offload_largest.py) that begins with the goal, every candidate in a process
+of its own: built on meta, filled part by part, two steps, finite losses. Goal: 16 bytes per parameter (bf16 weight and
+gradient, fp32 master and moments) are 0.85 of HBM and DRAM together.
 
 `--device cpu` trains a tiny model to see that the code runs, and leaves no results: "device" and "host" are one there.
 """
@@ -84,6 +84,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a directory on the disk of dzero_disk")
     parser.add_argument("--largest", action="store_true", help="find the largest model instead")
     parser.add_argument("--layers-max", type=int, help="--largest: try no more")
+    parser.add_argument("--tries", type=int, default=20, help="--largest: no more; the first is the goal")
     parser.add_argument("--timeout-s", type=float, default=900, help="--largest: of a candidate, which then failed")
     parser.add_argument("--cap-mib", type=float, help="--largest: host memory to pretend; on a CPU, the device's too")
     parser.add_argument("--candidate", type=int, help="layers; for --largest's own use")

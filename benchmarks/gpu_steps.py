@@ -103,26 +103,54 @@ def _hang(device: Device, found: Findings, out: Path) -> None:
     time.sleep(600)
 
 
+LOSS = "how fast train.py's own loss lets {} sequences of a 1 B model train, by how it is computed"
+OFFLOAD = "--samples 8 --rounds 5 --compile --max-norm 1e9 --sides dzero_resident "
+"""A norm that no step reaches: where every step is clipped, early updates are undone and measure nothing."""
+TRIED = "--sides dzero_resident dzero_half"
 STEPS = {
-    "facts": Step("what the machine can do", 90, _facts),
-    "tests": Step("which tests that need a GPU pass", 240, _tests),
-    "ranks": Step("whether four ranks on one card train as they should", 150, _ranks),
-    "syncs": Step("where a step waits for the GPU", 90, _syncs),
-    "profile": Step("how busy the GPU is", 120, _profile),
-    "recompiles": Step("what is compiled again after the first step", 150, _recompiles),
-    "train": Step("whether the whole program trains, saves and goes on", 120, _whole),
-    "gpu_1b": Step("how much of the GPU a 1 B model uses", 240, benchmark("gpu_1b", "--steps 10", "--stages 0 3")),
-    "gpu_plan": Step("predicted over measured peaks", 240, benchmark("gpu_plan", "--models 1b", "--tokens 32")),
-    "gpu_sums": Step("what sums of squares cost", 90, benchmark("gpu_sums", "--rounds 7", "--rounds 1")),
-    "gpu_offload": Step(
-        "offloaded over resident speed",
-        300,
+    **{
+        f"loss_{samples}": Step(LOSS.format(samples), 120, benchmark("gpu_loss", f"--samples {samples}", "--sides 4"))
+        for samples in (8, 4, 16)
+    },
+    "profile": Step("how busy the GPU is in such steps", 120, _profile),
+    "host_adam": Step(
+        "how near to its memory's roof the host updates, by threads, alone and beside copies",
+        120,
         benchmark(
-            "gpu_offload",
-            "--samples 1 4 8 --rounds 5 --sides dzero_resident dzero_forward dzero_backward fsdp2_cpu",
-            "--sides dzero_resident dzero_forward",
+            "host_adam",
+            "--rounds 7 --threads 1 4 8 16 --sides dzero dzero_small --beside nothing copies",
+            "--rounds 1 --threads 1 --elems 65536 --sides dzero dzero_small --beside nothing copies",
         ),
     ),
+    "gpu_offload": Step(
+        "offloaded over resident speed, where no step is clipped",
+        120,
+        benchmark("gpu_offload", f"{OFFLOAD} dzero_forward dzero_backward", TRIED),
+    ),
+    "fractions": Step(
+        "the same with part of the states on the host",
+        120,
+        benchmark("gpu_offload", f"{OFFLOAD} dzero_half dzero_third", TRIED),
+    ),
+    "tests": Step("which tests that need a GPU pass", 240, _tests),
+    "fetch": Step(
+        "what 8-bit copies of parameters on the host bring",
+        120,
+        benchmark("gpu_offload", f"{OFFLOAD} dzero_host_all dzero_fetch_fp8", "--sides dzero_resident dzero_fetch_fp8"),
+    ),
+    "gpu_plan": Step("predicted over measured peaks", 120, benchmark("gpu_plan", "--models 1b", "--tokens 32")),
+    "largest": Step(
+        "whether GPU and host together train a model of 0.85 of their memory",
+        120,
+        benchmark("gpu_offload", "--largest --tries 1", "--largest --tries 1 --layers-max 3 --cap-mib 512"),
+    ),
+    "facts": Step("what the machine can do", 90, _facts),
+    "ranks": Step("whether four ranks on one card train as they should", 120, _ranks),
+    "syncs": Step("where a step waits for the GPU", 90, _syncs),
+    "recompiles": Step("what is compiled again after the first step", 120, _recompiles),
+    "train": Step("whether the whole program trains, saves and goes on", 120, _whole),
+    "gpu_1b": Step("what stages cost a 1 B model", 120, benchmark("gpu_1b", "--steps 10 --compile on", "--stages 0 3")),
+    "gpu_sums": Step("what sums of squares cost", 90, benchmark("gpu_sums", "--rounds 7", "--rounds 1")),
 }
 INJECTED = {"fail": Step("a failure", 60, _fail), "hang": Step("a hang", 4, _hang)}
 

@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -15,11 +16,14 @@ from unittest.mock import patch
 
 import torch
 from devices import Device
-from gpu_1b import SIZE, UPDATE, llama_step
+from gpu_1b import SIZE, llama_step
 from gpu_findings import Findings
+from gpu_loss import train_steps
 from torch.profiler import ProfilerActivity, profile
 
 STEPS, MOST_BYTES, SHOWN = 3, 15 << 20, 12
+UPDATE = "step update"
+"""Span of the optimizer's update."""
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 Event = dict[str, Any]
@@ -32,10 +36,14 @@ def settings(device: Device) -> argparse.Namespace:
 
 
 def trace(device: Device, found: Findings, out: Path) -> None:
-    """Profile stage 2 without compilation, and keep the trace in `out`."""
+    """Profile steps of train.py with its own loss, stage 0, blocks compiled, and keep the trace in `out`."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * device.on_gpu
-    with device.group():
-        step, _ = llama_step(device, settings(device), 2, False)
+    sizes = {"samples": 8, "tokens": 2048} if device.on_gpu else {"samples": 32, "tokens": 32}
+    with (
+        device.group(),
+        tempfile.TemporaryDirectory() as folder,
+        train_steps(device, Path(folder), **sizes, steps=2 * STEPS, tiles=None) as (step, _),
+    ):
         for _ in range(STEPS):
             step()
         device.synchronize()
@@ -55,9 +63,10 @@ def trace(device: Device, found: Findings, out: Path) -> None:
     figures = busy(work)
     figures["update"] = launched_in(events, UPDATE, on_gpu=device.on_gpu)
     found.note(**figures)
+    kernels, of_update = figures["kernels"] / STEPS, figures["update"]["kernels"] / STEPS
     found.find(
-        f"{SIZE[device.on_gpu]}, stage 2, no compile: the device is busy {figures['busy_share']:.1%} of {STEPS} steps, "
-        f"{figures['kernels'] / STEPS:.0f} kernels a step, {figures['update']['kernels'] / STEPS:.0f} of them in the "
+        f"{SIZE[device.on_gpu]}, stage 0, {sizes['samples']} sequences, train.py's own loss: the device is busy "
+        f"{figures['busy_share']:.1%} of {STEPS} steps, {kernels:.0f} kernels a step, {of_update:.0f} of them in the "
         f"update, {figures['gaps_over_10us'] / STEPS:.0f} gaps over 10 us"
     )
 

@@ -1,6 +1,7 @@
 """How long is the host's Adam update of offloaded states: bf16 gradient in, fp32 state, bf16 weight out?
 
     python benchmarks/host_adam.py --rounds 15
+    python benchmarks/host_adam.py --device cuda --threads 1 4 8 16 --beside nothing copies
 
     side          what it runs                                                              bytes moved per element
     dzero         one pass of our kernel: fp32 master and moments                           28
@@ -19,6 +20,10 @@ both; `cores busy` is processor time over clock. OpenMP's workers spin for about
 side starts after a pause. The roof is that of optimizer.py: the time in which a += b * s would move a side's bytes, in
 the same round. One thread of that loop need not fill the memory: a share above 1 says so.
 
+`--beside copies`: meanwhile a thread moves blocks of 64 MiB both ways, as gradients and weights move beside the update:
+over a GPU's link from page-locked memory, on a CPU within host memory. The table says how many bytes a second it moved.
+They take their share of the memory's roof, which is measured beside them as well.
+
 Before the clock starts, one update from equal states must give equal results (`TOLERANCES`), or the run stops.
 """
 
@@ -28,6 +33,7 @@ import argparse
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -37,6 +43,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from devices import Device
 from optimizer import OPTIONS, PARAM_ELEMS, Run, _stream
 from report import append_row, plot_bars, table, write_table
 from stats import Goal, judge, ratio_of_medians
@@ -61,6 +68,8 @@ SMALL = {"master": (0, 0), "m": (2**-7, 0), "v": (2**-7, 0), "weight": (0, 0)}
 SAME = dict.fromkeys(PEER, (0, 0))
 TOLERANCES = {"dzero_early": SAME, "dzero_small": SMALL, "torch_fused": PEER, "deepspeed": PEER}
 PAUSE_S = 0.03
+COPIED_BYTES = 64 << 20
+SIDES = ("dzero", *TOLERANCES)
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -78,20 +87,74 @@ def main() -> None:
     parser.add_argument("--elems", type=int, default=1 << 26, help=f"parameters; rounded to {PARAM_ELEMS}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cpu", help="whose link copies take")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES], help="dzero is always among them")
+    parser.add_argument("--beside", nargs="+", choices=["nothing", "copies"], default=["nothing"])
     options = parser.parse_args()
-    params = max(1, options.elems // PARAM_ELEMS)
+    params, device = max(1, options.elems // PARAM_ELEMS), Device(options.device)
     for threads in options.threads:
         torch.set_num_threads(threads)
-        _compare(params, threads, options.rounds)
+        sides, notes = _sides(params, threads, {"dzero", *options.sides})
+        for beside in options.beside:
+            with Copies(device, running=beside == "copies") as copies:
+                _compare(sides, notes, copies, params, threads, options.rounds)
 
 
-def _compare(params: int, threads: int, rounds: int) -> None:
-    sides, notes = _sides(params, threads)
+class Copies:
+    """A thread that copies both ways between host memory and the device while inside, if `running`."""
+
+    def __init__(self, device: Device, *, running: bool) -> None:
+        self._device, self.running = device, running
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._copy)
+        self.bytes, self.seconds = 0, 0.0
+
+    def __enter__(self) -> Copies:
+        if self.running:
+            self._thread.start()
+            self._begun.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self.running:
+            self._thread.join()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of both directions together, so far."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+    def _copy(self) -> None:
+        try:
+            self._copy_until_over()
+        finally:
+            self._begun.set()
+
+    def _copy_until_over(self) -> None:
+        on_gpu, start = self._device.on_gpu, time.perf_counter()
+        host, back = (torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2))
+        there = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=self._device.torch)
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()] if on_gpu else []
+        other = torch.zeros_like(there)
+        while not self._over.is_set():
+            if on_gpu:
+                with torch.cuda.stream(streams[0]):
+                    there.copy_(host, non_blocking=True)
+                with torch.cuda.stream(streams[1]):
+                    back.copy_(other, non_blocking=True)
+                for stream in streams:
+                    stream.synchronize()
+            else:
+                there.copy_(host)
+                back.copy_(other)
+            self.bytes, self.seconds = self.bytes + 2 * COPIED_BYTES, time.perf_counter() - start
+            self._begun.set()
+
+
+def _compare(sides: dict[str, Side], notes: list[str], copies: Copies, params: int, threads: int, rounds: int) -> None:
     stream = _stream(params, threads)
     stream()
-    for side in sides.values():
-        side.run()  # compiles, touches pages
-    _check(sides, params)
     seconds, cpu_seconds = _measure({"stream": stream, **{name: side.run for name, side in sides.items()}}, rounds)
     roofs = {name: [s * side.moved_bytes / 12 for s in seconds["stream"]] for name, side in sides.items()}
     peers = [name for name in ("torch_fused", "deepspeed") if name in sides]
@@ -106,11 +169,15 @@ def _compare(params: int, threads: int, rounds: int) -> None:
         results[name] = {**times, "moved_bytes": side.moved_bytes, "share_of_roof": share.value}
     verdicts = [v for goal in GOALS if (v := judge(goal, {**seconds, "roof": roofs["dzero"]}, {}))]
     elems, bandwidth = params * PARAM_ELEMS, 12 * params * PARAM_ELEMS / median(seconds["stream"])
-    config = {"elems": elems, "threads": threads, "rounds": rounds}
+    beside = "copies" if copies.running else "nothing"
+    config = {"elems": elems, "threads": threads, "rounds": rounds, "beside": beside}
     row = {"sides": results, "stream_bytes_per_s": bandwidth, "goals": [v.row() for v in verdicts], "notes": notes}
-    append_row("host_adam", {"config": config, **row})
-    name = f"host_adam_{threads}_threads"
+    name = f"host_adam_{threads}_threads" + ("_beside_copies" if copies.running else "")
     title = f"{elems / 1e6:.0f} M parameters, {threads} threads, stream {bandwidth / 1e9:.1f} GB/s"
+    title += f", beside copies of {copies.bytes_per_s / 1e9:.1f} GB/s" if copies.running else ""
+    found = [f"{side} {results[side]['share_of_roof']:.2f}" for side in sides]
+    row |= {"finding": f"{title}; of the roof: {', '.join(found)}", "copied_bytes_per_s": copies.bytes_per_s}
+    append_row("host_adam", {"config": config, **row})
     speed_over = [f"speed over {peer}" for peer in peers]
     header = ["side", "bytes", "ms", "least ms", *speed_over, "share of the roof", "cores busy"]
     judged = [[f"{v.goal.side} / {v.goal.peer}", v.goal.bound, v.ratio, "met" if v.met else "missed"] for v in verdicts]
@@ -143,23 +210,35 @@ def _check(sides: dict[str, Side], params: int) -> None:
             assert_close(found.float(), expected.float(), rtol=rtol, atol=atol, msg=message)
 
 
-def _sides(params: int, threads: int) -> tuple[dict[str, Side], list[str]]:
-    """All sides from equal states and the same gradients, and notes on those left out."""
-    grads = [_initial(index)[3] for index in range(params)]
-    sides = {
-        "dzero": _dzero(grads, threads),
-        "dzero_early": _dzero(grads, threads, early=True),
-        "dzero_small": _dzero(grads, threads, small=True),
-        "torch_fused": _with_casts(grads, partial(torch.optim.AdamW, fused=True), torch.tensor(0.0)),
+def _sides(params: int, threads: int, asked: set[str]) -> tuple[dict[str, Side], list[str]]:
+    """The sides asked for, after an update from equal states with the same gradients; notes on those left out."""
+    grads, notes = [_initial(index)[3] for index in range(params)], list[str]()
+    builds: dict[str, Callable[[], Side]] = {
+        "dzero": lambda: _dzero(grads, threads),
+        "dzero_early": lambda: _dzero(grads, threads, early=True),
+        "dzero_small": lambda: _dzero(grads, threads, small=True),
+        "torch_fused": lambda: _with_casts(grads, partial(torch.optim.AdamW, fused=True), torch.tensor(0.0)),
+        "deepspeed": lambda: _deepspeed(grads),
     }
-    try:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    sides = {}
+    for name in (name for name in builds if name in asked):
+        try:
+            sides[name] = builds[name]()
+        except (ImportError, OSError, RuntimeError) as error:
+            if name != "deepspeed":
+                raise
+            notes.append(f"deepspeed left out: {type(error).__name__}: {error}")
+    for side in sides.values():
+        side.run()  # compiles, touches pages
+    _check(sides, params)
+    return sides, notes
 
-        sides["deepspeed"] = _with_casts(grads, partial(DeepSpeedCPUAdam, adamw_mode=True), 0)
-    except (ImportError, OSError, RuntimeError) as error:
-        return sides, [f"deepspeed left out: {type(error).__name__}: {error}"]
-    return sides, []
+
+def _deepspeed(grads: list[torch.Tensor]) -> Side:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return _with_casts(grads, partial(DeepSpeedCPUAdam, adamw_mode=True), 0)
 
 
 def _initial(seed: int) -> State:

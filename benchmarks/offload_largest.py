@@ -47,8 +47,9 @@ def largest(options: argparse.Namespace) -> None:
     has = first["device_bytes"] + first["host_bytes"]
     bound = int((has / BYTES_PER_PARAM - first["params"]) / first["layer_params"]) + 1
     low, high = 1, min(bound, options.layers_max or bound) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
+    middle = math.ceil((GOAL * has / BYTES_PER_PARAM - first["params"]) / first["layer_params"]) + 1
+    while high - low > 1 and len(tried) <= options.tries:
+        middle = middle if low < middle < high else (low + high) // 2  # the goal first
         tried.append(_try(middle, options))
         low, high = (middle, high) if tried[-1]["fits"] else (low, middle)
     for found in tried:

@@ -4,6 +4,8 @@
     dzero_resident     none                                        16 + 0    bf16, fp32 masters and moments
     dzero_forward      grad, master, moments; overlap=forward      2 + 16    with new weights on their way
     dzero_backward     the same; overlap=backward                  2 + 28    and room to undo every unit
+    dzero_half         half of these kinds; overlap=backward       9 + 14    as dzero_backward
+    dzero_third        0.3 of them; overlap=backward               12 + 8    the same
     dzero_host_all     parameters too; stage 3, overlap=forward    0 + 16
     dzero_fetch_fp8    the same; copied to the device as fp8       0 + 17    and what is copied
     dzero_disk         grad; master and moments are on disk        2 + 2     and room for the units under way
@@ -39,6 +41,7 @@ from dzero.zero.offload_config import DiskConfig
 FILL_STEPS = 2
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}
 DISK: dict[str, Any] = {"grad": "host", "master": "disk", "moments": "disk"}
+HALF, THIRD = ({f"{kind}_fraction": part for kind in HOST} for part in (0.5, 0.3))
 ALL_DISK: dict[str, Any] = {"param": "disk", "grad": "disk", "master": "disk", "moments": "disk"}
 
 
@@ -182,6 +185,8 @@ SIDES = {
     "dzero_resident": Recipe(dzero_side, 16, 0),
     "dzero_forward": Recipe(partial(dzero_side, **HOST, overlap="forward"), 4, 16, goal=True),
     "dzero_backward": Recipe(partial(dzero_side, **HOST, overlap="backward"), 4, 28, goal=True),
+    "dzero_half": Recipe(partial(dzero_side, **HOST, **HALF, overlap="backward"), 10, 14, goal=True),
+    "dzero_third": Recipe(partial(dzero_side, **HOST, **THIRD, overlap="backward"), 13, 9, goal=True),
     "dzero_host_all": Recipe(partial(dzero_side, **HOST, param="host", overlap="forward"), 0, 18, goal=True),
     "dzero_fetch_fp8": Recipe(
         partial(dzero_side, **HOST, param="host", overlap="forward", fetch="fp8"), 0, 19, goal=True

@@ -30,11 +30,15 @@ class Question(NamedTuple):
 
 
 QUESTIONS = (
+    Question(
+        "speed of `train.py` with a 1 B model, by how its loss is computed", "python benchmarks/gpu_loss.py", "gpu_loss"
+    ),
     Question("links, page-locking, memory and matrix products of the machine", "--only facts", SESSION, "facts"),
     Question("the tests that need a GPU", "--only tests", SESSION, "tests"),
     Question("the tests of four ranks on one GPU", "--only ranks", SESSION, "ranks"),
     Question("where a step waits for the GPU, by line", "--only syncs", SESSION, "syncs"),
     Question("how busy the GPU is, and what an update launches", "--only profile", SESSION, "profile"),
+    Question("the host's update beside its memory's roof, by threads, beside copies", "--only host_adam", "host_adam"),
     Question("what is compiled again after the first step", "--only recompiles", SESSION, "recompiles"),
     Question("whether `train.py` trains, saves and goes on", "--only train", SESSION, "train"),
     Question("tokens/s, MFU and memory of a 1 B model", "python benchmarks/gpu_1b.py", "gpu_1b"),

@@ -26,6 +26,7 @@ from dzero.hardware import multiplies_fp8
 from dzero.optim import adamw_math, flat_update
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
+from dzero.parallel.tiling.tile import tile
 from dzero.zero.offload_config import KINDS, DiskConfig
 from dzero.zero.rounding import split, to_working
 
@@ -62,13 +63,17 @@ def train(
     keep: str = "none",
     samples: int = 2,
     net: str = "uneven",
+    unit_bytes: int | None = None,
+    embedding_tiles: int = 1,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Masters on the CPU and norms after STEPS steps of a small net; delays before an offload's actions."""
     model = small_decoders.build(net)
+    if embedding_tiles > 1:
+        tile(model.embed, embedding_tiles)
     apply_blocks(model, BlockConfig(activation_checkpoint=keep, compile=False), device_type)
     sharded = shard(
         model,
-        ZeroConfig(stage=stage, reduction=reduction),
+        ZeroConfig(stage=stage, reduction=reduction, unit_bytes=unit_bytes),
         precision=precision,
         offload=offload,
         mesh=make_mesh(device_type, replicate=1),
@@ -100,6 +105,26 @@ def test_stages_and_reductions_agree_to_the_bit_on_one_gpu(param: str, microbatc
         other, other_norms = train("cuda", stage, precision=precision, microbatches=microbatches, reduction=reduction)
         assert other_norms == norms
         assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.filterwarnings("ignore:zero.unit_bytes")
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_parts_of_units_agree_to_the_bit_on_one_gpu(microbatches: int) -> None:
+    how = {"precision": PrecisionConfig(param="bf16"), "microbatches": microbatches}
+    first, norms = train("cuda", 3, **how)
+    parts, norms_of_parts = train("cuda", 3, unit_bytes=1, **how)
+    assert norms_of_parts == norms
+    assert all(torch.equal(first[name], parts[name]) for name in first)
+
+
+def test_an_embedding_in_tiles_trains_as_a_whole_one_on_one_gpu() -> None:
+    how = {"precision": PrecisionConfig(param="fp32")}
+    first, norms = train("cuda", 3, **how)
+    tiled, norms_in_tiles = train("cuda", 3, embedding_tiles=3, **how)
+    assert norms_in_tiles == pytest.approx(norms, rel=1e-6)
+    rows = torch.cat([tiled.pop(name) for name in [*tiled] if name.startswith("embed.")])
+    for name, value in first.items():
+        torch.testing.assert_close(tiled.get(name, rows), value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("compute", ["fp8_tensorwise", "fp8_rowwise"])
