@@ -99,7 +99,6 @@ CALLED = needless(
     "speaks to models that call deepspeed.checkpointing; take gradient_checkpointing=True of TrainingArguments, or "
     "block.activation_checkpoint=full (with offload.activations=host for cpu_checkpointing)",
 )
-NO_BYTES = "values travel in 16 or 32 bits here; false gives the unrounded numbers"
 
 BATCH = {
     "train_batch_size": taken(
@@ -319,7 +318,14 @@ ZERO = below(
     module=("override_module_apply leaf_module", needless(ANY, "modules are sharded unit by unit (zero.units)")),
     pinned=("cpu_offload_use_pin_memory", CPU),
     muon=("save_muon_momentum_buffer_in_memory", needless(FLAG, "states of Muon never leave for disk")),
-    quantized=("zero_quantized_weights zero_quantized_gradients", refused(FLAG, NO_BYTES, False)),
+    qwz=(
+        "zero_quantized_weights",
+        refused(FLAG, "false, and precision=dzero.PrecisionConfig(gather='int8') or precision.gather=int8", False),
+    ),
+    qgz=(
+        "zero_quantized_gradients",
+        refused(FLAG, "false, and precision=dzero.PrecisionConfig(reduce='int4') or precision.reduce=int4", False),
+    ),
     frozen=(
         "zero_quantized_nontrainable_weights",
         refused(FLAG, "precision=dzero.PrecisionConfig(frozen='int8') beside adapters", False),
@@ -329,7 +335,10 @@ ZERO = below(
         refused(SIGNED, "a mesh of replicas: dzero.make_mesh(replicate=RANKS/SIZE), mesh.replicate", -1, 0, 1),
     ),
     mics_gather=("mics_hierarchical_params_gather", needless(FLAG, "only read with mics_shard_size")),
-    loco=("zeropp_loco_param", refused(ANY, "remove it: gradients are reduced unrounded, so no error is fed back")),
+    loco=(
+        "zeropp_loco_param",
+        refused(ANY, "remove it; precision.feedback=true feeds back the errors of precision.reduce=int4"),
+    ),
     zenflow=("zenflow", refused(ANY, "remove it; offload.overlap=delayed hides updates one step late, for all states")),
 )
 OFFLOAD = {
