@@ -28,8 +28,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Turn links to files of the repository into links to pages of the site."""
+    """Turn links to files of the repository into links to pages of the site, and keep figures out of its search."""
     at = PurePosixPath(page.file.src_uri)
+    if at.parts[0] == "results":
+        page.meta["search"] = {"exclude": True}
 
     def turned(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
