@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dzero import __version__
 from dzero.errors import RunError, user_errors
-from dzero.launch.config import launched
 from dzero.launch.warm_process import WarmProcess
+from dzero.utils.launched import launched
 from dzero.utils.stdout import outlast_readers
 
 HELP = {"-h", "--help"}

@@ -46,6 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dzero.errors import RunError
 from dzero.mesh_config import factorings
 from dzero.rendezvous import rendezvous
+from dzero.utils.launched import one_of_several
 from dzero.utils.ranges import divisors
 from dzero.utils.torch_internals import (
     GATHERS,
@@ -62,20 +63,8 @@ AXES = (REPLICATE, SHARD)
 """Axes of the data-parallel ranks."""
 
 
-def local_rank() -> int:
-    """Return the index of this process on its host, from torchrun's variables."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_ranks() -> int:
-    """Return the number of processes on this host, from torchrun's variables."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 LATER = timedelta(seconds=30)
 LOOPBACK = ("lo", "lo0")
-SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Variables by which launchers tell a process how many there are."""
 
 
 class _MadeOnce:
@@ -135,10 +124,9 @@ def join_alone() -> None:
     """
     if dist.is_initialized():
         return
-    if several := {name: size for name in SIZES if (size := os.environ.get(name, "1")) not in ("1", "")}:
-        name, size = next(iter(several.items()))
+    if (several := one_of_several()) is not None:
         raise RuntimeError(
-            f"{name}={size}, so this is one of several processes: call torch.distributed.init_process_group() first"
+            f"{several}, so this is one of several processes: call torch.distributed.init_process_group() first"
         )
     if "GLOO_SOCKET_IFNAME" not in os.environ:  # gloo listens even if nobody comes: by itself at the machine's address
         os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name in LOOPBACK), "")

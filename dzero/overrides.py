@@ -30,8 +30,8 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from dzero.config import CONF, ConfigError, RunConfig, register, resolve_typed
 from dzero.errors import REPAIRS, RunError, is_raised_here
-from dzero.launch.config import is_first_of_node, launched
 from dzero.precedence import GaveWay, Typed, keys_of
+from dzero.utils.launched import is_first_of_node, launched
 from dzero.utils.renamed import RENAMED, new_key, renewed
 
 NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion"}

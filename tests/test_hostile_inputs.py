@@ -403,11 +403,15 @@ RANKS = {
     "RANK=0 WORLD_SIZE=two": "{'WORLD_SIZE': 'two'}: must be whole numbers",
     "RANK=2 WORLD_SIZE=2": "RANK=2 with WORLD_SIZE=2: a rank is less than the number of ranks",
     "RANK=1 LOCAL_RANK=1": "RANK=1 without WORLD_SIZE: torchrun sets both",
+    "OMPI_COMM_WORLD_SIZE=2": "OMPI_COMM_WORLD_SIZE=2 without RANK: each of these processes would be a run of its own",
+    "SLURM_STEP_NUM_TASKS=4": "SLURM_STEP_NUM_TASKS=4 without RANK: each of these processes would be a run of its own",
     "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=0": "LOCAL_RANK=0 with LOCAL_WORLD_SIZE=0: a rank is less",
 }
 
 
-@pytest.mark.parametrize("line", slow(RANKS, ["RANK=abc WORLD_SIZE=2", "RANK=1 LOCAL_RANK=1"]))
+@pytest.mark.parametrize(
+    "line", slow(RANKS, ["RANK=abc WORLD_SIZE=2", "RANK=1 LOCAL_RANK=1", "OMPI_COMM_WORLD_SIZE=2"])
+)
 def test_an_environment_that_names_no_rank_is_refused_in_one_line(folder: Path, line: str) -> None:
     env = dict(word.split("=") for word in line.split())
     told = refused(train(folder, "data.path=good.txt", env=env), RANKS[line], "for a run without it")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dzero.config import CONF, RunConfig
-from dzero.launch.config import launched
 from dzero.monitor.tensorboard import TensorBoardSink, check_folder
 from dzero.optim.build import check_options
 from dzero.overrides import composed, spelt_out, tell, typed_keys
@@ -18,6 +17,7 @@ from dzero.plan.plan_run import explain_run, forecast_run, hardware_of, onto_boa
 from dzero.plan.run_layout import settled
 from dzero.plan.search_tables import ranking_tables
 from dzero.plan.tables import tables
+from dzero.utils.launched import launched
 from dzero.utils.terminal import show
 
 

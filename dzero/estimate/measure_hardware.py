@@ -30,9 +30,10 @@ from dzero.estimate.hardware_spec import FLOPS, HardwareConfig
 from dzero.estimate.measurement_cache import DamagedCache, Measurement, MeasurementKey
 from dzero.estimate.probes import Effort, RankFigures, probe
 from dzero.hardware import available_cores, dtype_of, host_memory_bytes, peak_flops_of
-from dzero.launch.config import LauncherConfig, launched
+from dzero.launch.config import LauncherConfig
 from dzero.launch.devices import device_type, worker_count
 from dzero.launch.launcher import start
+from dzero.utils.launched import launched
 from dzero.utils.scratch_paths import mount_point, try_folder
 
 CPU_INFO = Path("/proc/cpuinfo")

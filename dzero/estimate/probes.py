@@ -25,10 +25,10 @@ from dzero.estimate.decoder_probe import ExchangeRates, OperatorRates, exchange_
 from dzero.estimate.hardware_spec import FLOPS
 from dzero.estimate.medians import median_of_rounds, seconds_of
 from dzero.hardware import cores_of_rank, device_memory_bytes, dtype_of, rss_bytes
-from dzero.mesh import local_rank, local_ranks
 from dzero.offload.disk_speed import measure as measure_disk
 from dzero.optim import adamw_math
 from dzero.optim.flat_update import AdamWUpdater, ParamStates, ParamUpdate
+from dzero.utils.launched import local_rank, local_ranks
 from dzero.zero.offload_config import DiskConfig
 
 T = TypeVar("T")

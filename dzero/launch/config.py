@@ -1,8 +1,7 @@
-"""Settings of a launch, and checks of the launch environment; does not import torch."""
+"""Settings of a launch; does not import torch."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,33 +38,3 @@ class LauncherConfig:
     def timeout(self) -> timedelta:
         """Longest duration of any collective."""
         return timedelta(seconds=self.timeout_s)
-
-
-def check_group() -> None:
-    """Raise ValueError if the environment variables of a worker do not define a valid rank of a group."""
-    if not launched():
-        if "RANK" in os.environ:
-            raise ValueError(
-                f"RANK={os.environ['RANK']} without WORLD_SIZE: torchrun sets both, unset it for a run without it"
-            )
-        return
-    told = {key: os.environ.get(key, "0") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    if wrong := {key: value for key, value in told.items() if not value.isdecimal()}:
-        raise ValueError(f"{wrong}: must be whole numbers; torchrun sets them, unset them for a run without it")
-    for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if ranks in os.environ and not int(told[rank]) < int(told[ranks]):
-            raise ValueError(
-                f"{rank}={told[rank]} with {ranks}={told[ranks]}: a rank is less than the number of ranks; torchrun "
-                "sets both, unset them for a run without it"
-            )
-
-
-def launched() -> bool:
-    """Return whether this process is a worker already, started by torchrun or by the launcher."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_first_of_node() -> bool:
-    """Return whether this process reports to the user what all processes of its node find."""
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    return not (launched() and local_rank.isdecimal() and int(local_rank) > 0)

@@ -31,9 +31,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from dzero.errors import RunError
-from dzero.launch.config import launched
 from dzero.launch.signals import EXIT_SAVED, SAME_S, UNWIND_S
 from dzero.launch.warm_process import PASSED_ON, ForkExit, ForkMessage, WarmProcess, WorkerFailure, found
+from dzero.utils.launched import launched
 
 POLL_S, STORE_S = 0.1, 1.0
 LEAVE_S = 2.0

@@ -31,7 +31,8 @@ from dzero.launch.config import LauncherConfig
 from dzero.launch.devices import device_type
 from dzero.launch.signals import UNWIND_S, pass_over
 from dzero.launch.warm_process import PASSED_ON, WorkerFailure, found
-from dzero.mesh import local_rank, local_ranks, process_group
+from dzero.mesh import process_group
+from dzero.utils.launched import local_rank, local_ranks
 
 LINGER_S = 0.5
 """Seconds by which a failed worker delays its exit.

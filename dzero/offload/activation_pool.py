@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from dzero.hardware import host_available_bytes
-from dzero.mesh import local_ranks
 from dzero.offload.disk import DiskStore
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import HostMemoryPool, require
 from dzero.offload.schedule import ActionKey, ActionKind, BufferSlot, OffloadAction
+from dzero.utils.launched import local_ranks
 
 FEWER = "Take smaller microbatches (train.microbatch_sequences), or another tier: offload.activations=device or disk"
 

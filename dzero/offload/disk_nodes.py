@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dzero.hardware import UNKNOWN_NODE, cores_of_rank, memory_node_of
-from dzero.mesh import local_ranks
+from dzero.utils.launched import local_ranks
 from dzero.zero.offload_config import DiskConfig
 
 SYS = Path("/sys")

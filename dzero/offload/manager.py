@@ -22,7 +22,7 @@ from dzero.hardware import (
     host_available_bytes,
     memory_node_of,
 )
-from dzero.mesh import AXES, local_rank, local_ranks
+from dzero.mesh import AXES
 from dzero.offload.activation_pool import ActivationPool
 from dzero.offload.activations import ActivationOffload
 from dzero.offload.buffer_layout import BufferLayout
@@ -40,6 +40,7 @@ from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.offload.scratch_dir import FULL
 from dzero.offload.undo import Undo
 from dzero.parallel.blocks import find_blocks
+from dzero.utils.launched import local_rank, local_ranks
 from dzero.utils.scratch_paths import DiskError
 from dzero.zero.layout import RuleStates
 from dzero.zero.offload_config import OffloadConfig

@@ -22,14 +22,13 @@ from dzero.estimate.candidates import ACCUMULATE, MICROBATCH, STAGE, Candidate, 
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.microbatch_costs import MicrobatchCosts
 from dzero.estimate.search import Ranking, Subject, search
-from dzero.launch.config import launched
-from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
 from dzero.optim.build import owned_states
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, units_of
 from dzero.plan.plan_run import check_foreseen, hardware_of
 from dzero.plan.run_layout import layout_of, ranks_of
 from dzero.plan.search_tables import headline, nothing_fits
+from dzero.utils.launched import launched, local_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,8 @@ from dzero.estimate.forecast import Forecast
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measure_hardware import cached, key_of, measured, unmeasured
 from dzero.hardware import format_bytes
-from dzero.launch.config import is_first_of_node, launched
 from dzero.launch.devices import device_type
-from dzero.mesh import PIPELINE, local_ranks
+from dzero.mesh import PIPELINE
 from dzero.models.build import flops_per_token
 from dzero.models.moe import MoE
 from dzero.monitor.tensorboard import TensorBoardSink
@@ -43,6 +42,7 @@ from dzero.plan.picture import pixels
 from dzero.plan.provenance import auto_values, settings_table
 from dzero.plan.run_layout import layout_of, ranks_of
 from dzero.plan.tables import tables
+from dzero.utils.launched import is_first_of_node, launched, local_ranks
 from dzero.utils.terminal import Table
 from dzero.zero.cost_model import expected_traffic
 from dzero.zero.describe import kinds_table, units_table

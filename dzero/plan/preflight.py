@@ -38,9 +38,7 @@ from dzero.hardware import (
     host_memory_bytes,
     multiplies_fp8,
 )
-from dzero.launch.config import launched
 from dzero.launch.devices import device_type
-from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.offload.disk_nodes import by_node, nodes_of_local_ranks
 from dzero.optim.build import check_options, owned_states
@@ -50,6 +48,7 @@ from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, pipeline_st
 from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
 from dzero.plan.run_layout import check_tokenizer, layout_of, ranks_of, settled, workers_of
 from dzero.plan.search_tables import words
+from dzero.utils.launched import launched, local_rank, local_ranks
 from dzero.utils.scratch_paths import make_folder
 from dzero.zero.offload_config import KINDS, DiskConfig, OffloadConfig
 

@@ -18,7 +18,6 @@ from dzero.config import RunConfig, with_settings
 from dzero.data.corpus import sources_of, tokenizer_size
 from dzero.data.files import find
 from dzero.errors import import_optional, user_errors
-from dzero.launch.config import check_group, launched
 from dzero.launch.devices import check_workers, device_type, worker_count
 from dzero.models.config import check_vocabulary
 from dzero.models.hf import check_folder, check_vocabulary_of
@@ -29,6 +28,7 @@ from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
 from dzero.precedence import NOTHING_TYPED, GaveWay, Typed, settle
 from dzero.utils.hub_cache import is_repository
+from dzero.utils.launched import check_group, launched
 from dzero.utils.rules import Settings
 from dzero.zero.config import sums_exactly
 from dzero.zero.layout import Layout

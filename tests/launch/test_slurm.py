@@ -96,3 +96,28 @@ def requeued(slurm: Cluster, job: str) -> int:
 def ranks(tag: dict[str, str]) -> list[int]:
     """Process ids of the ranks on both nodes."""
     return [each.pid for each in tagged(tag) if each.words.startswith(f"{sys.executable}\0{ROOT / 'train.py'}")]
+
+
+ALONE = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1
+srun {command}
+echo "srun ended with $?"
+{command} launch.workers=1
+echo "the script's run ended with $?"
+"""
+
+
+@pytest.mark.full
+def test_srun_without_rank_starts_no_run_in_each_task_and_a_script_may_run(slurm: Cluster, tmp_path: Path) -> None:
+    """The script has SLURM_NTASKS=2 too, but is one process."""
+    data, log = write_text(tmp_path / "words.txt"), tmp_path / "log.txt"
+    (tmp_path / "alone.sbatch").write_text(ALONE.format(command=command([f"data.path={data}", "train.steps=1"])))
+    log.touch()
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    slurm.says("sbatch", "--parsable", f"--output={log}", "alone.sbatch", cwd=tmp_path, env=env)
+    until(lambda: "the script's run ended with" in log.read_text(), log.read_text)
+    said = log.read_text()
+    assert said.count("error: SLURM_STEP_NUM_TASKS=2 without RANK: each of these processes would be a run") == 2
+    assert "srun ended with 1\n" in said
+    assert "the script's run ended with 0\n" in said
+    assert said.count("step=1 loss=") == 1
