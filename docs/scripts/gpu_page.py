@@ -101,7 +101,7 @@ def _waiting(questions: list[Question]) -> list[str]:
     commands = [q.command if q.command.startswith("python") else f"python benchmarks/gpu_session.py {q.command}"
                 for q in questions]  # fmt: skip
     rows = [f"{question.asked} | `{command}`" for question, command in zip(questions, commands, strict=True)]
-    told = "`python benchmarks/gpu_session.py` asks all but the largest model, within ten minutes; "
+    told = "`python benchmarks/gpu_session.py` asks all of it, what decides most within ten minutes; "
     return [
         "## What is waiting for one",
         "",
