@@ -137,6 +137,45 @@ def test_links_lead_to_files_and_headings_that_exist() -> None:
     assert links > 200
 
 
+SEARCHED = {
+    "guides/troubleshooting.md": (
+        "CUDA out of memory",
+        "OOM killer",
+        "Pinned memory",
+        "memlock",
+        "Training hangs",
+        "deadlock",
+        "Connection closed by peer",
+        "NCCL timeout",
+        "Loss is NaN",
+        "Loss differs from one process",
+        "Wrong loss after resume",
+        "got mixed torch.Tensor and DTensor",
+        "torch.save(model.state_dict())",
+        "Notebook",
+        "unit test",
+        "single process",
+        "pdb",
+        "breakpoint",
+        "First step is slow",
+        "steps are slow",
+        "low tokens per second",
+    ),
+    "guides/nodes.md": ("multi-node", "Slurm", "Kubernetes", "Ray", "mpirun", "Docker"),
+    "guides/training.md": ("Activation checkpointing", "gradient checkpointing", "Gradient clipping"),
+    "guides/from_deepspeed.md": ("ds_config.json", "zero_to_fp32.py"),
+    "guides/checkpoints.md": ("convert a checkpoint to Hugging Face",),
+}
+"""What people type into the search: it ranks pages by their headings, far above what their text says."""
+
+
+@pytest.mark.parametrize("page", SEARCHED)
+def test_headings_have_the_words_that_people_search_for(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    lines = [line.lower() for line in text.splitlines() if line.startswith("#")]
+    assert [words for words in SEARCHED[page] if not any(words.lower() in line for line in lines)] == []
+
+
 def test_tests_that_pages_name_exist() -> None:
     gone, named = [], 0
     for page in LINKED:
