@@ -44,7 +44,7 @@ from dzero.optim.adamw import AdamW
 from dzero.parallel.parallelize import ParallelModel
 from dzero.parallel.pipeline.schedule import expected_pipeline
 from dzero.parallel.pipeline.split import ModelStages
-from dzero.utils.torch_internals import fake_tensors
+from dzero.utils.torch_internals import NEWEST, RELEASE, VERSIONS, fake_tensors
 from dzero.zero.config import sums_exactly
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.layout import Layout
@@ -59,8 +59,6 @@ from simulator.scenario import Scenario
 from simulator.storage_meter import StorageMeter, StorageMoment
 
 META = torch.device("meta")
-TRIED = ("2.11", "2.12", "2.13")
-"""Versions of torch in which the private parts that a simulation needs were tested."""
 COUNTED = ("control", expert_exchange.PHASE, dtensor_traffic.PHASE)
 """Phases outside the ZeRO table, whose traffic is counted only."""
 
@@ -98,11 +96,11 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
 
     Raises:
         ValueError: The settings contradict each other.
-        RuntimeError: This process has a process group, torch's version is untested, or the simulated collectives differ
+        RuntimeError: This process has a process group, torch is newer than those that are tested, or the simulated collectives differ
             from those of the ZeRO table.
     """
-    if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
-        raise RuntimeError(f"torch {torch.__version__}: simulation uses private parts of torch {', '.join(TRIED)}")
+    if RELEASE > NEWEST:
+        raise RuntimeError(f"torch {torch.__version__}: simulation was not tried with it; take {VERSIONS}")
     layout, layers = scenario.layout(), scenario.model.layers
     with simulated_mesh(scenario, part) as mesh:
         if scenario.mesh.pp > 1:
