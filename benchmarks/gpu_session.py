@@ -42,6 +42,8 @@ HERE = Path(__file__).parent
 LEAST_S, GRACE_S, LOG_BYTES, MOST_PICTURES = 3.0, 3.0, 1 << 20, 4
 REHEARSED = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRITON_INTERPRET": "1"}
 """Settings of a rehearsal's processes: several may share two cores, and no kernel runs but interpreted."""
+PATIENCE = 4
+"""Times a step's limit that its rehearsal may take, beside others on two cores and with kernels interpreted."""
 Told = dict[str, Any]
 
 
@@ -113,7 +115,7 @@ def session(options: argparse.Namespace, out: Path) -> Told:
     until, over = time.monotonic() + options.budget_s, ""
     with tempfile.TemporaryDirectory(prefix="dzero-gpu-session-") as work:
         for name, step in steps:
-            limit_s = min(step.limit_s, until - time.monotonic() - GRACE_S)
+            limit_s = min(step.limit_s * (PATIENCE if options.rehearse else 1), until - time.monotonic() - GRACE_S)
             ended: Told = {"outcome": "not reached", "seconds": 0.0}
             if not over and limit_s >= LEAST_S:
                 print(f"{name}: {step.question} (at most {limit_s:.0f} s)", flush=True)
