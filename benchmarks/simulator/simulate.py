@@ -96,8 +96,8 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
 
     Raises:
         ValueError: The settings contradict each other.
-        RuntimeError: This process has a process group, torch is newer than those that are tested, or the simulated collectives differ
-            from those of the ZeRO table.
+        RuntimeError: This process has a process group, torch is newer than those that are tested, or the simulated
+            collectives differ from those of the ZeRO table.
     """
     if RELEASE > NEWEST:
         raise RuntimeError(f"torch {torch.__version__}: simulation was not tried with it; take {VERSIONS}")
