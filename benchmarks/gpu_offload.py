@@ -27,6 +27,7 @@ import argparse
 import random
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from statistics import median
 
@@ -77,6 +78,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3, help="on the clock, per turn and batch size")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further round after so many")
     parser.add_argument("--rebuild", action="store_true", help="sides for each turn, also where all would fit")
     parser.add_argument("--checkpoint", default="full", help="activation checkpointing: none, selective, full")
     parser.add_argument("--compile", action="store_true", help="blocks")
@@ -108,7 +110,11 @@ def measure(options: argparse.Namespace, setting: Setting, device: Device) -> tu
     series: Series = {samples: {} for samples in options.samples}
     batches = {samples: _batches(samples, options.tokens, setting.device) for samples in options.samples}
     names, alive, notes, shuffle = list(options.sides), dict[str, Side](), [note], random.Random(0)
+    began_s = time.monotonic()
     for done in range(options.rounds):
+        if done and time.monotonic() - began_s > options.seconds:
+            notes.append(f"{done} of {options.rounds} rounds, because of --seconds {options.seconds:g}")
+            break
         for name in shuffle.sample(names, len(names)):
             side = alive.pop(name, None)
             try:
@@ -127,6 +133,8 @@ def measure(options: argparse.Namespace, setting: Setting, device: Device) -> tu
                     sides.pop(name, None)
                 notes.append(f"{name} left out: {(str(error) or repr(error)).splitlines()[0]}")
             del side
+            if not kept:  # what is built anew is compiled anew, for which the compiler has a limit per function
+                torch.compiler.reset()
             device.free()
         print(f"round {done + 1}/{options.rounds}", flush=True)
     return series, notes

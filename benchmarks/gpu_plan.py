@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, default=2048, help="of the one sequence of a step")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further configuration after so many")
     parser.add_argument("--models", nargs="+", choices=("1b", "7b"), default=["1b", "7b"])
     options = parser.parse_args()
     device = Device(options.device)
@@ -83,7 +84,11 @@ def main() -> None:
     with device.group(timedelta(minutes=10)), tempfile.TemporaryDirectory() as folder:
         figures = probe(device.torch, [folder], effort)
         hardware = combine(key_of(1), [figures], disk_bytes=1 << 40).hardware
+        began_s = time.monotonic()
         for cell in cells(device.torch, options.models):
+            if found and time.monotonic() - began_s > options.seconds:
+                print(f"{cell} and what follows: no time", flush=True)
+                break
             found.append((cell, answer(cell, options.tokens, device.torch, hardware)))
             (peak, measured), device_s = found[-1][1]["peak"], found[-1][1]["step_s"][1]
             print(f"{cell}: peak {peak / 1e9:.2f} for {measured / 1e9:.2f} GB, {device_s * 1e3:.0f} ms", flush=True)

@@ -126,7 +126,8 @@ def join_alone() -> None:
         return
     if (several := one_of_several()) is not None:
         raise RuntimeError(
-            f"{several}, so this is one of several processes: call torch.distributed.init_process_group() first"
+            f"{several}, so this is one of several processes: call torch.distributed.init_process_group() first, or if "
+            f"it is the only one, unset {several.partition('=')[0]}"
         )
     if "GLOO_SOCKET_IFNAME" not in os.environ:  # gloo listens even if nobody comes: by itself at the machine's address
         os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name in LOOPBACK), "")

@@ -403,8 +403,8 @@ RANKS = {
     "RANK=0 WORLD_SIZE=two": "{'WORLD_SIZE': 'two'}: must be whole numbers",
     "RANK=2 WORLD_SIZE=2": "RANK=2 with WORLD_SIZE=2: a rank is less than the number of ranks",
     "RANK=1 LOCAL_RANK=1": "RANK=1 without WORLD_SIZE: torchrun sets both",
-    "OMPI_COMM_WORLD_SIZE=2": "OMPI_COMM_WORLD_SIZE=2 without RANK: each of these processes would be a run of its own",
-    "SLURM_STEP_NUM_TASKS=4": "SLURM_STEP_NUM_TASKS=4 without RANK: each of these processes would be a run of its own",
+    "OMPI_COMM_WORLD_SIZE=2": "OMPI_COMM_WORLD_SIZE=2 without RANK: each of several processes would be a run of",
+    "SLURM_STEP_NUM_TASKS=4": "SLURM_STEP_NUM_TASKS=4 without RANK: each of several processes would be a run of",
     "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=0": "LOCAL_RANK=0 with LOCAL_WORLD_SIZE=0: a rank is less",
 }
 

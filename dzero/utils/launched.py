@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import os
 
-SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+SIZES = (
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
 """Variables by which launchers tell a process how many there are. A script of sbatch has SLURM_NTASKS too."""
+TERMINAL = "SLURM_PTY_PORT"
+"""Variable of a shell that `srun --pty` started, where what is typed is one process, whatever the step's size."""
 
 
 def launched() -> bool:
@@ -19,8 +28,11 @@ def launched() -> bool:
 
 def one_of_several() -> str | None:
     """Return what tells that a launcher has started several processes, as NAME=NUMBER; None if nothing does."""
-    told = ((name, os.environ.get(name, "")) for name in SIZES)
-    return next((f"{name}={size}" for name, size in told if size not in ("1", "")), None)
+    for name in SIZES:
+        of_step = name.startswith("SLURM_")
+        if os.environ.get(name, "1") not in ("1", "") and not (of_step and TERMINAL in os.environ):
+            return f"{name}={os.environ[name]}"
+    return None
 
 
 def check_group() -> None:
@@ -32,8 +44,8 @@ def check_group() -> None:
             )
         if (several := one_of_several()) is not None:
             raise ValueError(
-                f"{several} without RANK: each of these processes would be a run of its own; start them by torchrun, "
-                "or set RANK and WORLD_SIZE in each; for a run without it, start one, which starts launch.workers"
+                f"{several} without RANK: each of several processes would be a run of its own; start them by torchrun, "
+                f"or set RANK and WORLD_SIZE in each; for a run without it, unset {several.partition('=')[0]}"
             )
         return
     told = {key: os.environ.get(key, "0") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}

@@ -33,6 +33,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor, Partial
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dzero.utils.launched import is_first_of_node
+
 logger = logging.getLogger(__name__)
 
 VERSIONS = "torch>=2.11,<2.15"
@@ -84,8 +86,13 @@ def check(seams: tuple[Seam, ...]) -> None:
     """
     for seam in seams:
         seam.require()
-    if RELEASE > NEWEST:
-        logger.warning("torch %s is newer than those that dzero is tested with, %s", torch.__version__, VERSIONS)
+    if RELEASE > NEWEST and is_first_of_node():
+        _warn_of_newer(torch.__version__)
+
+
+@cache
+def _warn_of_newer(version: str) -> None:
+    logger.warning("torch %s is newer than those that dzero is tested with, %s", version, VERSIONS)
 
 
 def _exists(name: str) -> bool:

@@ -117,7 +117,7 @@ def test_srun_without_rank_starts_no_run_in_each_task_and_a_script_may_run(slurm
     slurm.says("sbatch", "--parsable", f"--output={log}", "alone.sbatch", cwd=tmp_path, env=env)
     until(lambda: "the script's run ended with" in log.read_text(), log.read_text)
     said = log.read_text()
-    assert said.count("error: SLURM_STEP_NUM_TASKS=2 without RANK: each of these processes would be a run") == 2
+    assert said.count("error: SLURM_STEP_NUM_TASKS=2 without RANK: each of several processes would be a run") == 2
     assert "srun ended with 1\n" in said
     assert "the script's run ended with 0\n" in said
     assert said.count("step=1 loss=") == 1

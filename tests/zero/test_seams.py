@@ -94,8 +94,10 @@ def test_a_newer_torch_that_has_all_names_is_warned_of(
     release: tuple[int, int], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch_internals, "RELEASE", release)
-    torch_internals.check.__wrapped__(torch_internals.SEAMS)
-    assert (f"is newer than those that dzero is tested with, {VERSIONS}" in caplog.text) == warns
+    torch_internals._warn_of_newer.cache_clear()
+    for _ in range(2):  # features have seams of their own
+        torch_internals.check.__wrapped__(torch_internals.SEAMS)
+    assert caplog.text.count(f"is newer than those that dzero is tested with, {VERSIONS}") == warns
 
 
 def refusals(_: int, __: int) -> dict[str, str]:
