@@ -321,9 +321,13 @@ def is_transformed() -> bool:
     return bool(transforms())
 
 
+TRANSFORMS_REFUSED = ("Grad",) if RELEASE >= (2, 13) else ("Grad", "Jvp")
+"""Transforms of torch.func inside of which FSDP2 cannot gather a unit, or keeps what it gathered."""
+
+
 def is_in_func_gradient() -> bool:
-    """Return whether code runs inside torch.func.grad, vjp, or one of the functions that are made of these."""
-    return any(each.key().name == "Grad" for each in transforms() or ())
+    """Return whether code runs inside torch.func.grad, vjp (before torch 2.13 jvp), or what is made of these."""
+    return any(each.key().name in TRANSFORMS_REFUSED for each in transforms() or ())
 
 
 # Modules.

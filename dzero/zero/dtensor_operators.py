@@ -116,7 +116,10 @@ def place_grads(params: Iterable[torch.Tensor]) -> list[Node]:
 
 def _place_like(mesh: DeviceMesh, placements: Sequence[Placement], grads: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
-        grad.redistribute(mesh, placements) if isinstance(grad, DTensor) and grad.placements != placements else grad
+        # Autograd copies what is not contiguous, and with torch 2.11 the copy of a DTensor is whole on every rank.
+        (grad if grad.placements == placements else grad.redistribute(mesh, placements)).contiguous()
+        if isinstance(grad, DTensor)
+        else grad
         for grad in grads
     )
 

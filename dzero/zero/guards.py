@@ -254,7 +254,7 @@ def _refuse_func_gradient(*_: object) -> None:
         raise RuntimeError(
             "torch.func.grad, vjp, jacrev or hessian of a sharded model: FSDP2 would keep the weights that it gathers "
             "inside of the transform. Take torch.autograd.grad or torch.autograd.functional.jacobian, or jvp, jacfwd "
-            "or vmap of torch.func"
+            "(neither before torch 2.13) or vmap of torch.func"
         )
 
 

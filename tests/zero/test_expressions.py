@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dzero import OffloadConfig, ZeroConfig, make_mesh, shard
 from dzero.parallel.tensor.parallelize import parallelize_tensor
+from dzero.utils.torch_internals import RELEASE
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "expressions.md"
 ALONE, TOGETHER, REFUSED = "alone", "all ranks", "refused"
@@ -139,6 +140,10 @@ def outcomes(rank: int, ranks: int, stage: int, cases: list[str], host: bool) ->
     return [outcome(code, params) for code in cases]
 
 
+OLDER = {("F.leaky_relu(w, 0.1)", (2, 11))}
+"""What an older torch does not mark as element by element, so that it is computed on whole weights there."""
+
+
 def differences(found: Outcome, plain: Outcome, rank: int, shards: int) -> list[str]:
     """In what a rank's outcome differs from that of plain torch."""
     wrong = [f"{name}.grad is placed otherwise than {name}" for name in found.misplaced]
@@ -180,7 +185,7 @@ def check(pool: Pool, ranks: int, stage: int, cases: list[tuple[str, str]], *, h
         for rank, each in enumerate(ours):
             if gaps := differences(each, plain, rank, ranks if stage else 1):
                 wrong[code, rank] = gaps
-            elif is_cut and way != (TOGETHER if each.sent else ALONE):
+            elif is_cut and way != (TOGETHER if each.sent else ALONE) and (code, RELEASE) not in OLDER:
                 wrong[code, rank] = f"the page says {way}"
     return wrong
 
@@ -266,6 +271,10 @@ def of_weights_cut_twice(rank: int, ranks: int, axis: str) -> list[str]:
         for title, expression in OF_ONE.items() if right.dim() > 1 else ():
             weight.grad = right.grad = None
             ours, theirs = expression(weight), expression(right)
+            if (title, axis, name, RELEASE) == ("a product", "tp", "up.weight", (2, 11)):
+                with pytest.raises((RuntimeError, ValueError)):  # of torch's, as docs/reference/limits.md says
+                    ours.backward()
+                continue
             is_right = torch.allclose(whole(ours).detach().float(), theirs.detach().float(), atol=1e-5)
             if theirs.requires_grad:
                 ours.backward(), theirs.backward()
