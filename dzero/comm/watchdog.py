@@ -493,8 +493,9 @@ def standing(frame: FrameType | None) -> tuple[FrameType | None, str, str, tuple
 def _ranks_of(call: FrameType) -> tuple[int, ...]:
     """Return the ranks that a call of torch.distributed waits for, as arguments of `range`; none if others wake it."""
     known = call.f_locals
-    if "group" not in known and "store" in known:  # a group that is being made
-        return (0, dist.get_world_size()) if is_default_store(known["store"]) else ()
+    store = known.get("store", getattr(known.get("opts"), "store", None))  # the latter since torch 2.14
+    if "group" not in known and store is not None:  # a group that is being made
+        return (0, dist.get_world_size()) if is_default_store(store) else ()
     try:
         return as_range(known.get("group")) if is_in_default_store(known.get("group")) else ()
     except (KeyError, TypeError, ValueError):  # no group, or one that was made beside the default one
