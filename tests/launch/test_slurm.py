@@ -104,20 +104,27 @@ srun {command}
 echo "srun ended with $?"
 {command} launch.workers=1
 echo "the script's run ended with $?"
+script -qec "srun --pty bash typed.sh" /dev/null
+echo "the shell's run ended with $?"
+"""
+TYPED = """[ "$SLURM_PROCID" != 0 ] || exec {command} launch.workers=1
 """
 
 
 @pytest.mark.full
 def test_srun_without_rank_starts_no_run_in_each_task_and_a_script_may_run(slurm: Cluster, tmp_path: Path) -> None:
-    """The script has SLURM_NTASKS=2 too, but is one process."""
+    """The script has SLURM_NTASKS=2 too, but is one process, and so is what is typed in a shell of srun."""
     data, log = write_text(tmp_path / "words.txt"), tmp_path / "log.txt"
-    (tmp_path / "alone.sbatch").write_text(ALONE.format(command=command([f"data.path={data}", "train.steps=1"])))
+    run = command([f"data.path={data}", "train.steps=1"])
+    (tmp_path / "alone.sbatch").write_text(ALONE.format(command=run))
+    (tmp_path / "typed.sh").write_text(TYPED.format(command=run))
     log.touch()
     env = {"GLOO_SOCKET_IFNAME": "eth0"}
     slurm.says("sbatch", "--parsable", f"--output={log}", "alone.sbatch", cwd=tmp_path, env=env)
-    until(lambda: "the script's run ended with" in log.read_text(), log.read_text)
+    until(lambda: "the shell's run ended with" in log.read_text(), log.read_text)
     said = log.read_text()
     assert said.count("error: SLURM_STEP_NUM_TASKS=2 without RANK: each of several processes would be a run") == 2
     assert "srun ended with 1\n" in said
     assert "the script's run ended with 0\n" in said
-    assert said.count("step=1 loss=") == 1
+    assert "the shell's run ended with 0\n" in said
+    assert len(re.findall(r"^\s*steps +1, ", said, re.MULTILINE)) == 2
