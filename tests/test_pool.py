@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, WorkerError
+from pool import TOLERATED, Pool, WorkerError
 from small_decoders import build
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -150,6 +150,7 @@ def test_a_run_that_takes_too_long_is_ended(pool: Pool) -> None:
         pool.run(sleeps, 1, timeout_s=0.5)
 
 
+@pytest.mark.skipif(TOLERATED > 0, reason="torch before 2.13 keeps groups itself: workers are replaced after many runs")
 def test_a_worker_in_which_a_group_outlives_its_run_is_replaced(pool: Pool) -> None:
     before, told = pool.run(identity, 2), len(pool.kept)
     pool.run(keeping, 2)

@@ -46,11 +46,12 @@ class Make:
 
     Args:
         settings: `dzero=` of DzeroTrainer; None for plain Trainer.
+        within: the folder that theirs is made in.
     """
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
+    def __init__(self, settings: dict[str, Any] | None, within: Path) -> None:
         self.settings = settings
-        self.folder = Path(shared(tempfile.mkdtemp))
+        self.folder = Path(shared(lambda: tempfile.mkdtemp(dir=within)))
 
     def __call__(self, base: type[Any] = transformers.Trainer, arguments: Any = None, **given: Any) -> Any:
         kind = arguments or transformers.TrainingArguments
@@ -549,7 +550,7 @@ def main() -> None:
         for side, given in (("plain", None), ("dzero", settings)):
             print(f"{name}: {side}", flush=True)
             transformers.set_seed(1)
-            found[name][side] = HABITS[name](Make(given))
+            found[name][side] = HABITS[name](Make(given, out))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1 or dist.get_rank() == 0:
         (out / "results.json").write_text(json.dumps({"ranks": ranks, "habits": found}))

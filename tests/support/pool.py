@@ -28,9 +28,14 @@ from typing import Any
 from pool_worker import IDLE, RELEASE, Call, Outcome, dumps, serve
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
 
+from dzero.utils import torch_internals
+
 GRACE_S = 1.0
 START_S = 120.0
 SETTLE_S = 20.0
+TOLERATED = 0 if torch_internals.RELEASE >= (2, 13) else 60
+"""Threads of groups with which a worker is used again. Before torch 2.13 many operations of DTensor, of which `detach`
+is one, keep their mesh and so its group for ever, and every worker would have to be replaced."""
 
 
 class WorkerError(RuntimeError):
@@ -68,7 +73,7 @@ class Pool:
         TimeoutError when `timeout_s` have passed.
 
         Workers in which the run's groups outlive it are not used again: the threads of a group wake up a hundred times
-        a second. `kept` names such runs; those that leave a backward half done are among them.
+        a second. `kept` names such runs; those that leave a backward half done are among them. See also `TOLERATED`.
         """
         self._runs += 1
         messages = [dumps((sys.path, dumps(self._call(fn, args, rank, ranks)))) for rank in range(ranks)]
@@ -83,7 +88,7 @@ class Pool:
         self._drop([worker for rank, worker in enumerate(workers) if rank not in outcomes])
         self._release([worker for rank, worker in enumerate(workers) if rank in outcomes])
         found = results(outcomes, ranks, timeout_s)
-        if keeping := [worker for worker in workers if has_group(worker)]:
+        if keeping := [worker for worker in workers if threads_of_groups(worker) > TOLERATED]:
             self._drop(keeping)
             self.kept.append(fn.__qualname__)
         return found
@@ -152,13 +157,13 @@ class Pool:
         self._workers = [worker for worker in self._workers if worker not in workers]
 
 
-def has_group(worker: Worker) -> bool:
-    """Whether gloo's threads run in an idle worker."""
+def threads_of_groups(worker: Worker) -> int:
+    """How many of gloo's threads run in an idle worker."""
     names = []
     for thread in Path(f"/proc/{worker.process.pid}/task").glob("*"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             names.append((thread / "comm").read_text().strip())
-    return "gloo_tcp_loop" in names
+    return names.count("pt_gloo_runloop")
 
 
 def collect(workers: Sequence[Worker], timeout_s: float) -> dict[int, Outcome]:

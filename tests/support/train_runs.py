@@ -69,7 +69,10 @@ class Run:
 
     def end(self, seconds: float = SECONDS) -> int:
         """The exit code."""
-        return self.process.wait(seconds)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {seconds} s:\n{self.log}") from None
 
     def named(self, name: str) -> int:
         """The process with this name."""
