@@ -284,8 +284,9 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
 
     def make() -> list[dist.ProcessGroup]:
         timeout = timeout_of_ranks()
-        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
-        return [group]
+        made, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
+        assert isinstance(made, dist.ProcessGroup)
+        return [made]
 
     (group,) = _made_once((CONTEXT, *map(tuple, ranks.tolist())), make)
     return group

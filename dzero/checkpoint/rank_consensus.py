@@ -33,7 +33,9 @@ class RankConsensus:
         self._what = what
         timeout = timeout_of_ranks()
         self._beat_s = min(BEAT_S, timeout.total_seconds() / BEATS)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         self._thread = ThreadPoolExecutor(1, "checkpoint agreement")
         self._log = CollectiveLog()
         follow(self._log)

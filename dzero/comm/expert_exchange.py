@@ -51,11 +51,11 @@ class ExpertExchange:
         given = given.contiguous()
         taken = given.new_empty(sum(take), *given.shape[1:])
         away = sum(give) - give[self.rank]
-        self._move(taken, given, take, give, away * given.shape[1:].numel() * given.element_size())
+        self._move(taken, given, [*take], [*give], away * given.shape[1:].numel() * given.element_size())
         return taken
 
     def _move(
-        self, taken: Tensor, given: Tensor, take: Sequence[int] | None, give: Sequence[int] | None, sent: int
+        self, taken: Tensor, given: Tensor, take: list[int] | None, give: list[int] | None, sent: int
     ) -> None:
         # Numbers of rows differ between ranks, but collective logs must not: so the size of one row is logged.
         begun = Collective("all_to_all", "experts", self._axis, given.shape[1:].numel(), given.dtype)

@@ -229,7 +229,7 @@ def _block_elems(ranks: int, length: int, wire: torch.dtype, dtype: torch.dtype,
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
+    return a.untyped_storage() is b.untyped_storage() and bool(a.storage_offset() == b.storage_offset())
 
 
 class NativeReduction:

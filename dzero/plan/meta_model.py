@@ -93,6 +93,7 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, pipeline_stage: int = 0) -
             ledger = Ledger() if cut.experts is None else cut.experts.ledger
             if mesh.cp > 1:
                 group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
+                assert isinstance(group, dist.ProcessGroup)
                 cut.cut_sequences(ledger, exact=True, group=group)
         inside.enter_context(cut.loss())
         yield RankView(cut.stages, ledger, {} if cut.experts is None else cut.experts.modules)

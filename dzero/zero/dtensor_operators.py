@@ -344,7 +344,7 @@ def _is_same_view(operator: Any, args: Arguments) -> bool:
     return (
         isinstance(view, torch.Tensor)
         and (view.shape, view.stride(), view.dtype) == (outline.shape, outline.stride(), outline.dtype)
-        and view.storage_offset() == 0
+        and bool(view.storage_offset() == 0)
     )
 
 
