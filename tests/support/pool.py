@@ -35,7 +35,7 @@ START_S = 120.0
 SETTLE_S = 20.0
 TOLERATED = 0 if torch_internals.RELEASE >= (2, 13) else 60
 """Threads of groups with which a worker is used again. Before torch 2.13 many operations of DTensor, of which `detach`
-is one, keep their mesh and so its group for ever, and every worker would have to be replaced."""
+is one, keep their mesh and so its group for ever, and every worker would have to be replaced; no run is named then."""
 
 
 class WorkerError(RuntimeError):
@@ -90,7 +90,8 @@ class Pool:
         found = results(outcomes, ranks, timeout_s)
         if keeping := [worker for worker in workers if threads_of_groups(worker) > TOLERATED]:
             self._drop(keeping)
-            self.kept.append(fn.__qualname__)
+            if TOLERATED == 0:
+                self.kept.append(fn.__qualname__)
         return found
 
     @property
