@@ -54,9 +54,7 @@ class ExpertExchange:
         self._move(taken, given, [*take], [*give], away * given.shape[1:].numel() * given.element_size())
         return taken
 
-    def _move(
-        self, taken: Tensor, given: Tensor, take: list[int] | None, give: list[int] | None, sent: int
-    ) -> None:
+    def _move(self, taken: Tensor, given: Tensor, take: list[int] | None, give: list[int] | None, sent: int) -> None:
         # Numbers of rows differ between ranks, but collective logs must not: so the size of one row is logged.
         begun = Collective("all_to_all", "experts", self._axis, given.shape[1:].numel(), given.dtype)
         whole, parts = (each.flatten(1).view(torch.uint8) for each in (taken, given))  # gloo lacks some dtypes
