@@ -410,6 +410,7 @@ def test_a_model_lives_without_its_optimizer_and_with_another(
 
 def forgotten(rank: int, ranks: int, everything: OffloadConfig) -> None:
     """Model, optimizer, memory and threads after everything was dropped."""
+    sharded_net("uneven", stage=3)  # the first starts the watchdog, which lives as long as the process group
     threads = threading.active_count()
     for steps in (0, 2):
         sharded = sharded_net("uneven", stage=3, offload=everything)
