@@ -367,11 +367,6 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called."""
-    return module._compiled_call_impl is not None
-
-
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile(model)` wraps; any other model itself."""
     return getattr(model, "_orig_mod", model)

@@ -46,6 +46,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from dzero.utils.torch_internals import Seam, base_of, found_by, is_view, tree_leaves
+from dzero.zero.forward_hooks import after_forward, before_forward
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
@@ -200,7 +201,7 @@ def follow_root(module: nn.Module, root: FSDPModule) -> None:
         state_of(root)._lazy_init()
 
     if FIRST_CALLS.is_there and not any(True for _ in module.children()):
-        handle = module.register_forward_pre_hook(before, prepend=True)
+        handle = before_forward(module, before, prepend=True)
 
 
 def has_failed(root: FSDPModule) -> bool:
@@ -477,10 +478,10 @@ def recover(root: FSDPModule) -> None:
 
 def follow_outputs(module: nn.Module, *, is_root: bool) -> None:
     """Register the hooks that this version of torch needs; call this once, after `fully_shard`."""
-    module.register_forward_hook(_show_bases, with_kwargs=True)
-    module.register_forward_hook(_show_objects, with_kwargs=True)
+    after_forward(module, _show_bases, with_kwargs=True)
+    after_forward(module, _show_objects, with_kwargs=True)
     if is_root and not hasattr(module, "reset_iter_state"):
-        module.register_forward_hook(_end_parts)
+        after_forward(module, _end_parts)
 
 
 def _show_bases(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -32,8 +32,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.utils.numba_views import has_memory
-from dzero.utils.torch_internals import Convert, check_conversions, is_compiled, is_in_func_gradient, registered
+from dzero.utils.torch_internals import Convert, check_conversions, is_in_func_gradient, registered
 from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
+from dzero.zero.forward_hooks import after_forward, before_forward
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
 
@@ -217,36 +218,42 @@ def keep_class_name(module: nn.Module) -> None:
 def refuse_outside_forward(root: Unit, others: list[Unit]) -> None:
     """Make calls of modules that have parameters of the root fail while these are not gathered.
 
-    If a forward left them gathered, for its backward or the next forward, the call uses them.
+    If a forward left them gathered, for its backward or the next forward, the call uses them. Compiled code is not
+    checked: what calls shards there gets torch's error.
     """
     inside = {module for unit in others for each in unit.modules for module in as_module(each).modules()}
     cut = set(root.params.values())
     for top in root.modules:
         for name, module in as_module(top).named_modules():
             if module not in inside and name and any(param in cut for param in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(partial(_check_gathered, name, root, cut), prepend=True)
+                module.register_forward_pre_hook(_check_gathered(name, root, cut), prepend=True)
 
 
-def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter], module: nn.Module, args: tuple[Any, ...]) -> None:
-    param = next((param for param in registered(module).values() if param is not None), None)
-    if param in cut and not any(isinstance(each, torch.distributed.tensor.DTensor) for each in args):
-        if put_gathered(root):
-
-            def put_back(*_: object) -> None:
-                once.remove()
-                put_shards([root])
-
-            once = module.register_forward_hook(put_back, always_call=True)
+def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
             return
-        raise RuntimeError(
-            f"{name} is called outside of the model's forward, where its parameters are shards: call it in the model's "
-            "forward, or make it a unit of its own (zero.units)"
-        )
+        param = next((param for param in registered(module).values() if param is not None), None)
+        if param not in cut or any(isinstance(each, torch.distributed.tensor.DTensor) for each in args):
+            return
+        if not put_gathered(root):
+            raise RuntimeError(
+                f"{name} is called outside of the model's forward, where its parameters are shards: call it in the "
+                "model's forward, or make it a unit of its own (zero.units)"
+            )
+
+        def put_back(*_: object) -> None:
+            once.remove()
+            put_shards([root])
+
+        once = module.register_forward_hook(put_back, always_call=True)
+
+    return check
 
 
 def refuse_func_gradients(module: nn.Module) -> None:
     """Make a unit fail where torch.func takes gradients, before FSDP2 keeps tensors that are wrapped for them."""
-    module.register_forward_pre_hook(_refuse_func_gradient, prepend=True)
+    before_forward(module, _refuse_func_gradient, prepend=True)
 
 
 def _refuse_func_gradient(*_: object) -> None:
@@ -260,7 +267,7 @@ def _refuse_func_gradient(*_: object) -> None:
 
 def explain_shards(root: nn.Module) -> None:
     """Let torch's error about a shard among plain tensors say where a parameter was used outside of its unit."""
-    root.register_forward_hook(_explain, always_call=True)
+    after_forward(root, _explain, always_call=True)
 
 
 def _explain(*_: object) -> None:
@@ -278,14 +285,12 @@ def _explain(*_: object) -> None:
 def refuse_lost_writes(name: str, module: nn.Module) -> None:
     """Make a unit fail if it writes into a dict or list among its arguments and does not return it.
 
-    FSDP2 gives a unit copies of these, so the caller would not see what was written. Compiled units are not checked.
-    Call this after `fully_shard`.
+    FSDP2 gives a unit copies of these, so the caller would not see what was written. Call this after `fully_shard`.
     """
-    if not is_compiled(module):
-        given = _Given(name)
-        module.register_forward_pre_hook(given.before, with_kwargs=True, prepend=True)
-        module.register_forward_pre_hook(given.inside, with_kwargs=True)
-        module.register_forward_hook(given.after, with_kwargs=True, prepend=True)
+    given = _Given(name)
+    before_forward(module, given.before, with_kwargs=True, prepend=True)
+    before_forward(module, given.inside, with_kwargs=True)
+    after_forward(module, given.after, with_kwargs=True, prepend=True)
 
 
 class _Given:

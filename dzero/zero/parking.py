@@ -25,6 +25,7 @@ from dzero import streams
 from dzero.hardware import format_bytes, give_back_freed_memory, host_available_bytes
 from dzero.utils.launched import local_ranks
 from dzero.zero.dtensors import local_of
+from dzero.zero.forward_hooks import before_forward
 from dzero.zero.init_on_disk import InitSpillFile, SpilledTensor
 from dzero.zero.offloaded_param import memory_of
 from dzero.zero.unit import PARKED, Unit, as_module
@@ -104,7 +105,7 @@ class Parking:
             unit.is_parked = True
         for module in (as_module(module) for unit in self._units for module in unit.modules):
             self._refusals += [
-                module.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP2's, whose state must not change
+                before_forward(module, _refuse, prepend=True),  # before FSDP2's, whose state must not change
                 module.register_state_dict_pre_hook(_refuse),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(_refuse),  # type: ignore[no-untyped-call]
             ]

@@ -29,6 +29,7 @@ from dzero.utils.registrations import registrations
 from dzero.utils.torch_internals import is_transformed, storage_key, version_of
 from dzero.zero import fsdp_internals as fsdp
 from dzero.zero.dtensors import local_of
+from dzero.zero.forward_hooks import after_forward
 from dzero.zero.layout import Layout
 from dzero.zero.unit import Unit, as_module
 
@@ -66,7 +67,7 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> 
             is_root = any(module is root for root in roots)
             if unit in stays or is_root:  # the root in any case, because a forward that raises leaves units gathered
                 after = partial(_after_forward, unit, units, waits, is_root)
-                module.register_forward_hook(after, always_call=True)
+                after_forward(module, after, always_call=True)
 
     if roots:
         fsdp.wrap_end_of_backward(

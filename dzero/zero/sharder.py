@@ -36,6 +36,7 @@ from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.tile import count_tiles, fill_tiles
 from dzero.streams import Loans, exist
 from dzero.zero.dtensor_operators import watch_operators
+from dzero.zero.forward_hooks import before_forward
 from dzero.zero.fsdp_internals import (
     follow_outputs,
     follow_root,
@@ -294,7 +295,7 @@ class Sharder:
         else:
             # Nothing is gathered. FSDP2 reads the shards in its own pre-forward hook, which runs after this one.
             for each in unit.modules:
-                as_module(each).register_forward_pre_hook(lambda *_: unit.wait_for_update(), prepend=True)
+                before_forward(as_module(each), lambda *_: unit.wait_for_update(), prepend=True)
             use_shards(module)
         ranks = self.mesh.size()
         for each in unit.modules:  # `set_reduce_scatter_divide_factor` calls it too

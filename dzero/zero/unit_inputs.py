@@ -23,21 +23,22 @@ from torch import nn
 
 from dzero.utils.torch_internals import base_of, storage_key, tree_leaves, tree_map_only
 from dzero.zero.dtensors import local_of
+from dzero.zero.forward_hooks import after_forward, before_forward
 
 
 def cast_all_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast all floating-point arguments of `module` that have dimensions to `dtype`; call this once."""
-    module.register_forward_pre_hook(partial(_cast_all, dtype), with_kwargs=True)
+    before_forward(module, partial(_cast_all, dtype), with_kwargs=True)
 
 
 def cast_first_input(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the first floating-point argument of `module` to `dtype`; call this once."""
-    module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
+    before_forward(module, partial(_cast, dtype), with_kwargs=True)
 
 
 def own_outputs(module: nn.Module) -> None:
     """Make a unit return copies of its own parameters; call this once, before `fully_shard`."""
-    module.register_forward_hook(_copy_params)
+    after_forward(module, _copy_params)
 
 
 def _copy_params(module: nn.Module, _: object, output: Any) -> Any:

@@ -103,7 +103,7 @@ class Passes(nn.Module):
         return out
 
 
-def passed_on(rank: int, ranks: int, stage: int, how: str, kind: type) -> float | str:
+def passed_on(rank: int, ranks: int, stage: int, how: str, kind: type, compiled: bool = False) -> float | str:
     """How far gradients are from plain torch's, or what is told."""
     torch.manual_seed(0)
     model, x = Passes(how, kind), torch.ones(2, 8)
@@ -111,6 +111,8 @@ def passed_on(rank: int, ranks: int, stage: int, how: str, kind: type) -> float 
     plain(x).square().sum().backward()
     sharded = shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=make_mesh("cpu"))
     optim = AdamW(sharded)
+    for unit in model.units if compiled else ():
+        unit.compile(backend="eager")
     try:
         sharded.model(x).square().sum().backward()
     except RuntimeError as error:
@@ -129,8 +131,9 @@ def test_a_unit_that_writes_into_its_arguments_returns_them_or_is_refused(pool: 
     for how, kind in (("returned", dict), ("returned", list), ("new", dict)):
         assert pool.run(passed_on, 1, stage, how, kind) == [0.0]
     for kind in (dict, list):
-        (told,) = pool.run(passed_on, 1, stage, "kept", kind)
-        assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
+        for compiled in (False, True):
+            (told,) = pool.run(passed_on, 1, stage, "kept", kind, compiled)
+            assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
 
 
 class AllInDataclass(nn.Sequential):
