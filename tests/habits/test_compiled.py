@@ -57,6 +57,12 @@ def blocks_and_head(model: Any, counter: Any) -> Any:
     return model
 
 
+def forwards(model: Any, counter: Any) -> Any:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+    return model
+
+
 def in_place(model: Any, counter: Any) -> Any:
     model.compile(backend=counter)
     return model
@@ -105,7 +111,7 @@ FP32 = [
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("way", [blocks, blocks_and_head])
+@pytest.mark.parametrize("way", [blocks, blocks_and_head, forwards])
 def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool, way: Callable[[Any, Any], Any], first: bool) -> None:
     for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32):
         for graphs, operations, losses in others:
