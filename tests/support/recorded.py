@@ -1,0 +1,262 @@
+"""Named runs of the table, made from outside, through what `import dzero` offers: each once per session of tests.
+
+`recorded(pool, "stage 3, all on disk")` gives what one may ask of the run: losses and norms of its steps, parameters,
+masters and moments at the end, what its ranks sent, what they keep, the table it prints, and the files of a checkpoint.
+`counts` and `bits` make of that what tests/golden.json keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import small_decoders
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import dzero
+
+LR, CLIP = 3e-3, 0.5
+SCALE = {"init": 2.0**19, "growth_interval": 2, "hysteresis": 1}
+"""So high that the first steps of fp16 overflow, and growing within the run."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STATES = ("param", "grad", "master", "moments")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings as `dzero.shard` takes them; what is not said is as in a bf16 run of `even` on two ranks."""
+
+    stage: int = 2
+    net: str = "even"
+    ranks: int = 2
+    replicate: int = 1
+    microbatches: int = 1
+    steps: int = 3
+    rule: str = "adamw"
+    precision: dict[str, Any] = field(default_factory=dict)
+    offload: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+
+
+def off(tier: str, *states: str, **more: Any) -> dict[str, Any]:
+    """Some states, or all, on a tier."""
+    return dict.fromkeys(states or STATES, tier) | more
+
+
+def _runs() -> dict[str, Run]:
+    every = {f"stage {stage}": Run(stage=stage) for stage in range(4)}
+    found = dict(every)
+    for name, run in every.items():
+        found |= {
+            f"{name}, {dtype}": replace(run, precision={"param": dtype}, steps=5 if dtype == "fp16" else 3)
+            for dtype in ("fp32", "fp16")
+        }
+        found[f"{name}, 4 microbatches"] = replace(run, microbatches=4, net="uneven")
+        found[f"{name}, remainders"] = replace(run, precision={"master": "remainder"}, net="tied")
+        found[f"{name}, frozen"] = replace(run, net="frozen", microbatches=2)
+        found[f"{name}, 4 ranks"] = replace(run, ranks=4, net="uneven")
+        found[f"{name}, moments of 8 bits"] = replace(run, precision={"moments": "int8"})
+    stages = {stage: replace(every[f"stage {stage}"], net="uneven") for stage in (1, 2, 3)}
+    for stage, run in stages.items():
+        found |= {
+            f"stage {stage}, replicas": replace(run, ranks=4, replicate=2),
+            f"stage {stage}, sums in fp32": replace(run, precision={"reduce": "fp32"}, microbatches=2),
+            f"stage {stage}, torch's sums": replace(run, zero={"reduction": "native"}),
+            f"stage {stage}, moments on the host": replace(run, offload=off("host", "master", "moments")),
+            f"stage {stage}, moments on disk": replace(run, offload=off("disk", "master", "moments")),
+            f"stage {stage}, half on the host": replace(
+                run, offload=off("host", "master", "moments", master_fraction=0.5, moments_fraction=0.5)
+            ),
+            f"stage {stage}, Muon": replace(run, rule="muon", net="even"),
+            f"stage {stage}, SGD": replace(run, rule="sgd"),
+        }
+    three = stages[3]
+    for tier in ("host", "disk"):
+        found[f"stage 3, all on {tier}"] = replace(three, offload=off(tier))
+        for overlap in ("step", "forward", "backward", "delayed"):
+            given = off(tier, overlap=overlap, **({"delay_warmup_steps": 1} if overlap == "delayed" else {}))
+            found[f"stage 3, all on {tier}, {overlap}"] = replace(three, offload=given, microbatches=2)
+    found |= {
+        "stage 3, gathered once": replace(three, zero={"reshard_after_forward": False}, microbatches=2),
+        "stage 3, int8 gathers": replace(three, precision={"gather": "int8"}),
+        "stage 3, int8 sums": replace(three, precision={"reduce": "int8"}),
+        "stage 3, in parts": replace(three, zero={"unit_bytes": 6000}),
+        "stage 3, frozen in 4 bits": replace(three, net="frozen", precision={"frozen": "nf4"}),
+        "stage 3, products in fp8": replace(three, net="even", precision={"compute": "fp8_rowwise"}),
+    }
+    return found
+
+
+RUNS = _runs()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What rank 0 tells of a run, but where a list has an item per rank.
+
+    Attributes:
+        losses: Of each rank, of each step.
+        norms: Of each step; None where the step was skipped.
+        states: Whole tensors of each parameter: `value`, and all that the optimizer keeps of it, as fp32 or integers.
+        sent: Of each rank: calls and bytes of the last step, by phase, kind, axis and dtype.
+        kept: Of each rank: bytes of parameters and of each state, between steps.
+        table: What the handle prints.
+        files: Digests of what the ranks wrote into a checkpoint at the end; the manifest has the time.
+    """
+
+    losses: list[list[float]]
+    norms: list[float | None]
+    states: dict[str, dict[str, Tensor]]
+    sent: list[dict[str, list[int]]]
+    kept: list[dict[str, int]]
+    table: str
+    files: dict[str, str]
+
+
+_made: dict[str, Record] = {}
+
+
+def recorded(pool: Pool, name: str) -> Record:
+    """The run of this name; it is made when it is first asked for."""
+    if name not in _made:
+        run = RUNS[name]
+        with TemporaryDirectory() as folder:
+            of_ranks = pool.run(train, run.ranks, run, folder)
+        first = of_ranks[0]
+        _made[name] = Record(
+            losses=[each["losses"] for each in of_ranks],
+            norms=first["norms"],
+            states=first["states"],
+            sent=[each["sent"] for each in of_ranks],
+            kept=[each["kept"] for each in of_ranks],
+            table=first["table"],
+            files=first["files"],
+        )
+    return _made[name]
+
+
+def train(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
+    """The worker's side."""
+    disk = {"disk": dzero.DiskConfig(paths=[folder], block_bytes=8192)} if "disk" in run.offload.values() else {}
+    sharded = dzero.shard(
+        small_decoders.build(run.net),
+        dzero.ZeroConfig(stage=run.stage, **run.zero),
+        precision=dzero.PrecisionConfig(**run.precision),
+        offload=dzero.OffloadConfig(**run.offload, **disk),
+        mesh=dzero.make_mesh("cpu", replicate=ranks if run.stage == 0 else run.replicate),
+        microbatches=run.microbatches,
+    )
+    optim = optimizer(run, sharded)
+    losses, norms = [], []
+    for of_step in small_decoders.batches(run.net, steps=run.steps, ranks=ranks, microbatches=run.microbatches):
+        sharded.ledger.take()
+        losses.append(0.0)
+        for index, batch in enumerate(of_step[rank]):
+            with sharded.microbatch(is_last=index == run.microbatches - 1):
+                loss = small_decoders.loss_fn(sharded.model, batch) / run.microbatches
+                optim.scale_loss(loss).backward()
+            losses[-1] += loss.item()
+        optim.step()
+        norms.append(optim.last_decision.norm if optim.last_decision.finite else None)
+    optim.synchronize()
+    sent = {
+        " ".join((entry.phase, entry.kind, entry.axis, entry.dtype)): [traffic.calls, traffic.sent_bytes]
+        for entry, traffic in sharded.ledger.take().items()
+    }
+    params = sharded.named_params()
+    states = {name: {"value": param, **optim.state.get(param, {})} for name, param in params.items()}
+    kept: dict[str, int] = {}
+    for of_param in states.values():
+        for key, value in of_param.items():
+            if isinstance(value, Tensor):
+                kept[key] = kept.get(key, 0) + _local(value).nbytes
+    with dzero.Checkpointer(dzero.CheckpointConfig(folder=f"{folder}/saved"), sharded, optim) as checkpoints:
+        checkpoints.save(run.steps, extra={})
+        checkpoints.finish()
+    dist.barrier()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "states": {
+            name: {key: whole(value) for key, value in of_param.items() if isinstance(value, Tensor)}
+            for name, of_param in states.items()
+        },
+        "sent": sent,
+        "kept": kept,
+        "table": repr(sharded).replace(folder, "FOLDER"),
+        "files": files_of(Path(folder, "saved")) if rank == 0 else {},
+    }
+
+
+def optimizer(run: Run, sharded: dzero.Sharded) -> Any:
+    given = {"lr": LR, "max_norm": CLIP, "scaler": dzero.ScalerConfig(**SCALE)}
+    if run.rule == "sgd":
+        return dzero.TorchOptimizer(sharded, torch.optim.SGD, momentum=0.9, **given)
+    return {"adamw": dzero.AdamW, "muon": dzero.Muon}[run.rule](sharded, **given)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank; integers of 16 bits, which gloo does not move, as others of 32."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.int16:
+        tensor = tensor.int()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.clone()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {path.name: digest(path.read_bytes()) for path in sorted(folder.rglob("rank_*"))}
+
+
+def digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """One digest of tensors by name, their dtypes, shapes and bits."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def counts(record: Record) -> dict[str, Any]:
+    """What golden.json has of a run that no processor and no release of torch changes."""
+    return {"sent": record.sent, "kept": record.kept, "table": digest(record.table.encode())}
+
+
+def bits(record: Record) -> dict[str, Any]:
+    """What golden.json has of a run whose bits are those of products and sums of this torch on this processor."""
+    keys = sorted({key for of_param in record.states.values() for key in of_param})
+    return {
+        "losses": digest(np.array(record.losses).tobytes()),
+        "norms": [None if norm is None else float(norm).hex() for norm in record.norms],
+        "states": {key: digest_of({n: s[key] for n, s in record.states.items() if key in s}) for key in keys},
+        "files": digest(json.dumps(record.files, sort_keys=True).encode()),
+    }
+
+
+def arithmetic(rank: int, ranks: int) -> str:
+    """A digest of how plain torch trains the nets here, without dzero: equal where the bits of runs can be compared."""
+    found = {}
+    for net in small_decoders.SHAPES:
+        for name, dtype in DTYPES.items():
+            model: nn.Module = small_decoders.build(net).to(dtype)
+            for of_step in small_decoders.batches(net, steps=2, ranks=1, microbatches=1):
+                small_decoders.loss_fn(model, of_step[0][0]).backward()  # type: ignore[no-untyped-call]
+            found |= {f"{net} {name} {key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return digest_of(found)
