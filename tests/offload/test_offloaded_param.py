@@ -192,10 +192,10 @@ def test_what_moves_to_the_host_is_never_there_twice() -> None:
     ended = subprocess.run([sys.executable, "-c", BUILD], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     peak, memory_pool = map(int, ended.stdout.split())
-    assert memory_pool == 24 * 16 * 2048 * 1024
-    assert (
-        memory_pool <= peak < memory_pool + 6 * 4 * 2048 * 1024
-    )  # 6 fp32 copies of one unit; those of all would be 24 · 6 / 4
+    unit = 2048 * 1024  # elements
+    assert memory_pool == 24 * 16 * unit
+    # What is left of the first model may be freed meanwhile. 6 fp32 copies of a unit; those of all would be 24 · 6 / 4.
+    assert memory_pool - 16 * unit <= peak < memory_pool + 6 * 4 * unit
 
 
 def ahead(rank: int, ranks: int) -> list[bool]:

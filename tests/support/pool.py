@@ -88,7 +88,7 @@ class Pool:
         self._drop([worker for rank, worker in enumerate(workers) if rank not in outcomes])
         self._release([worker for rank, worker in enumerate(workers) if rank in outcomes])
         found = results(outcomes, ranks, timeout_s)
-        if keeping := [worker for worker in workers if threads_of_groups(worker) > TOLERATED]:
+        if keeping := [worker for worker in workers if keeps_groups(worker)]:
             self._drop(keeping)
             if TOLERATED == 0:
                 self.kept.append(fn.__qualname__)
@@ -156,6 +156,16 @@ class Pool:
         for worker in workers:
             worker.kill()
         self._workers = [worker for worker in self._workers if worker not in workers]
+
+
+def keeps_groups(worker: Worker) -> bool:
+    """Whether groups outlived their run by a second; another thread may hold one until it next looks around."""
+    until_s = time.monotonic() + 1.0
+    while threads_of_groups(worker) > TOLERATED:
+        if time.monotonic() > until_s:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def threads_of_groups(worker: Worker) -> int:
