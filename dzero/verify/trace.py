@@ -40,6 +40,7 @@ from dzero.monitor.sinks import Monitor
 from dzero.optim.grad_sums import sum_squares
 from dzero.optim.state_placement import read
 from dzero.trainer.trainer import Trainer
+from dzero.utils.forward_hooks import before_forward
 from dzero.verify.rows import AnsweredParams, AnsweredRows
 from dzero.zero.dtensors import local_of
 from dzero.zero.fsdp_internals import is_in_backward
@@ -125,7 +126,7 @@ class Followed(Trainer):
         self._params = self._names_by_block()
         self._hooks = [
             # Registered, and so called, after FSDP2's own hook: the parameters are unsharded.
-            as_module(unit.modules[0]).register_forward_pre_hook(partial(self._before_forward, unit))
+            before_forward(as_module(unit.modules[0]), partial(self._before_forward, unit))
             for unit in self.sharded.units
             if unit.params
         ]

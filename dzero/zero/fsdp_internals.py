@@ -45,8 +45,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from dzero.utils.forward_hooks import after_forward, before_forward
 from dzero.utils.torch_internals import Seam, base_of, found_by, is_view, tree_leaves
-from dzero.zero.forward_hooks import after_forward, before_forward
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam

@@ -31,10 +31,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dzero.utils.forward_hooks import after_forward, before_forward
 from dzero.utils.numba_views import has_memory
 from dzero.utils.torch_internals import Convert, check_conversions, is_in_func_gradient, registered
 from dzero.zero.dtensors import local_of, refuse_other_ranks_shard
-from dzero.zero.forward_hooks import after_forward, before_forward
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
 

@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dzero import streams
 from dzero.hardware import format_bytes, give_back_freed_memory, host_available_bytes
+from dzero.utils.forward_hooks import before_forward
 from dzero.utils.launched import local_ranks
 from dzero.zero.dtensors import local_of
-from dzero.zero.forward_hooks import before_forward
 from dzero.zero.init_on_disk import InitSpillFile, SpilledTensor
 from dzero.zero.offloaded_param import memory_of
 from dzero.zero.unit import PARKED, Unit, as_module

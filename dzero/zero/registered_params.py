@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.utils.forward_hooks import after_forward
 from dzero.utils.numba_views import has_memory
 from dzero.utils.registrations import registrations
 from dzero.utils.torch_internals import is_transformed, storage_key, version_of
 from dzero.zero import fsdp_internals as fsdp
 from dzero.zero.dtensors import local_of
-from dzero.zero.forward_hooks import after_forward
 from dzero.zero.layout import Layout
 from dzero.zero.unit import Unit, as_module
 

@@ -35,8 +35,8 @@ from dzero.parallel.expert.dispatch import ExpertParallel
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.tile import count_tiles, fill_tiles
 from dzero.streams import Loans, exist
+from dzero.utils.forward_hooks import before_forward
 from dzero.zero.dtensor_operators import watch_operators
-from dzero.zero.forward_hooks import before_forward
 from dzero.zero.fsdp_internals import (
     follow_outputs,
     follow_root,

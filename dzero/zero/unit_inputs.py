@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.utils.forward_hooks import after_forward, before_forward
 from dzero.utils.torch_internals import base_of, storage_key, tree_leaves, tree_map_only
 from dzero.zero.dtensors import local_of
-from dzero.zero.forward_hooks import after_forward, before_forward
 
 
 def cast_all_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -83,7 +83,7 @@ def compiled(
         model, counter = Net(), CompileCounter()
         trained = way(model, counter) if first else model
         if given is None:
-            policy = MixedPrecisionPolicy(*(2 * [torch.bfloat16] if "bf16" in str(settings) else ()))
+            policy = MixedPrecisionPolicy(param_dtype={"fp32": None, "bf16": torch.bfloat16}[settings[0]["precision"]])
             for block in model.blocks:
                 fully_shard(block, mp_policy=policy)
             fully_shard(model, mp_policy=policy)
@@ -120,7 +120,7 @@ def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool, way: Callable[[
 
 
 def test_casts_of_mixed_precision_are_outside_of_the_graphs(pool: Pool) -> None:
-    settings = [{"stage": 0}, {"stage": 3}, {"stage": 3, "offload": "host"}]
+    settings = [{**each, "precision": "bf16"} for each in FP32]
     for of_fsdp2, *others in pool.run(compiled, 2, blocks, True, settings):
         assert [each[:2] for each in others] == [of_fsdp2[:2]] * len(settings)
 
@@ -148,3 +148,29 @@ def refused(rank: int, ranks: int) -> str:
 def test_gradients_of_func_are_refused_in_compiled_blocks_too(pool: Pool) -> None:
     (told,) = pool.run(refused, 1)
     assert told.startswith("torch.func.grad, vjp, jacrev or hessian of a sharded model")
+
+
+def torchs_own(model: Any, counter: Any) -> Any:
+    kinds = {"dropout": 0.0, "batch_first": True}
+    model.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, **kinds) for _ in range(2))
+    return forwards(model, counter)
+
+
+def test_forwards_of_classes_of_torch_are_compiled(pool: Pool) -> None:
+    """As docs/guides/training.md says, because `block.compile()` makes nothing of them."""
+    for of_fsdp2, *others in pool.run(compiled, 2, torchs_own, True, FP32):
+        assert of_fsdp2[0] == 2
+        assert [each[:2] for each in others] == [of_fsdp2[:2]] * len(FP32)
+
+
+def called_outside(rank: int, ranks: int) -> None:
+    torch._dynamo.reset()
+    model = blocks_and_head(Net(), CompileCounter())
+    dzero.shard(model, stage=3, precision="fp32")
+    with pytest.raises(RuntimeError):
+        model.head(torch.ones(2, 16))
+    model(torch.ones(2, 16)).sum().backward()
+
+
+def test_shards_that_compiled_code_meets_outside_of_the_forward_are_refused_by_torch(pool: Pool) -> None:
+    pool.run(called_outside, 2)

@@ -21,8 +21,8 @@ import reference
 import small_decoders
 import torch
 from pool import Pool
+from recorded import whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, shard
 from dzero.optim import cpu_kernels
@@ -109,15 +109,6 @@ def train(rank: int, ranks: int, cell: Cell, offload: OffloadConfig | None = Non
         "masters": {n: master_of(sharded.named_params()[n], s) for n, s in states.items() if s},
     }
     return result if rank == 0 else None
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # gloo moves no 16-bit integers
-    full = tensor.int().full_tensor().short() if tensor.dtype == torch.int16 else tensor.full_tensor()
-    return full.clone()
 
 
 def master_of(param: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:

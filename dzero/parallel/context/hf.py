@@ -26,6 +26,7 @@ from dzero.parallel.context.attention import ContextAttention
 from dzero.parallel.context.scores import Scores, seen_keys
 from dzero.parallel.context.trial import ALLOWED, RANKS, JoinedRows, differs_when_cut
 from dzero.parallel.context.zigzag import Zigzag
+from dzero.utils.forward_hooks import after_forward, before_forward
 
 NAME, KEYWORD = "dzero_context", "split_forward"
 LAYERS = ("full_attention", "sliding_attention")
@@ -96,8 +97,8 @@ class SplitModel:
         sys.modules["transformers"].AttentionInterface.register(NAME, eager)
         _try_small(model, self._what)
         model.set_attn_implementation(NAME)  # where it has no effect, the trial has found a difference
-        model.register_forward_pre_hook(self._give, with_kwargs=True)
-        model.register_forward_hook(self._count, with_kwargs=True)
+        before_forward(model, self._give, with_kwargs=True)
+        after_forward(model, self._count, with_kwargs=True)
 
     def _give(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add what attention needs to the keywords of a forward, and cut the positions."""

@@ -2,7 +2,8 @@
 
 `module.compile()` before or after `shard()` compiles each function that the module's call runs by itself: its forward,
 and each hook. With `fullgraph=True` a hook that looks at more than tensors would end the run, and any other would cost
-a graph of its own. A whole model that is compiled breaks its graph at FSDP2's hooks in any case.
+a graph of its own. A whole model that is compiled breaks its graph at FSDP2's hooks in any case. What belongs into the
+graph of a block, because it is of a module inside of one, does not use this file, which all packages with units share.
 """
 
 from __future__ import annotations
