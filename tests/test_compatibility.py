@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from dzero import config, overrides
+from dzero import PrecisionConfig, RunError, ZeroConfig, config, overrides
 from dzero.compatibility import FACTS, RULES, check_compatible
 from dzero.config import RunConfig, TrainConfig
 from dzero.data.config import DataConfig
-from dzero.errors import RunError
 from dzero.models.config import ModelConfig
 from dzero.parallel.config import BlockConfig
 from dzero.plan.run_layout import check_all_here
 from dzero.utils.rules import Rule, Settings
-from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OFFLOADS
 

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dzero import config, overrides
+from dzero import RunError, ZeroConfig, config, overrides
 from dzero.config import ConfigError, RunConfig, TrainConfig
-from dzero.errors import RunError
 from dzero.mesh_config import MeshConfig
 from dzero.plan.run_layout import check_all_here
 from dzero.utils.renamed import renewed_settings
-from dzero.zero.config import ZeroConfig
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"

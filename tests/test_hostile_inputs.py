@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 from typed_commands import ROOT, Ended, as_torchrun, in_a_process, refused, typed
 
+from dzero import RunError
 from dzero.data.config import DataConfig
-from dzero.errors import RunError, user_errors
+from dzero.errors import user_errors
 from dzero.models.safetensors_reader import StoredTensor
 
 SMALL = [

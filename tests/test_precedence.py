@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from dzero import config, overrides
+from dzero import RunError, config, overrides
 from dzero.compatibility import FACTS, FOLLOWS_FROM, RULES
 from dzero.config import RunConfig
-from dzero.errors import RunError
 from dzero.models.config import ModelConfig
 from dzero.plan.preflight import resolve_run
 from dzero.plan.run_layout import check_all_here, settled

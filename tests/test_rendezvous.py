@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from dzero.errors import RunError
+from dzero import RunError
 from dzero.rendezvous import rendezvous
 
 

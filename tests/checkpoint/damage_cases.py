@@ -20,12 +20,9 @@ from shelves import entry, write
 from training_loops import sharded_net
 
 import dzero.cli.checkpoints  # noqa: F401  # as `main` does when it has a command, while this user may still read them
-from dzero import AdamW
+from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError
 from dzero.__main__ import main
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import MANIFEST, data_name, index_name, seal
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint

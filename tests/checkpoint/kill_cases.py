@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from shelves import entry, raw
 
+from dzero import CheckpointConfig
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.rank_consensus import RankConsensus

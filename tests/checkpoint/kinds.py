@@ -13,10 +13,7 @@ from parity_cells import whole
 from torch import Tensor
 from training_loops import masters_of, params_of, sharded_net, train
 
-from dzero import AdamW, OffloadConfig, Sharded
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.zero.offload_config import DiskConfig
+from dzero import AdamW, CheckpointConfig, Checkpointer, DiskConfig, OffloadConfig, Sharded
 
 TIERS = ("device", "host", "disk")
 STORED = (("bf16", "fp32", "fp32"), ("bf16", "remainder", "bf16"), ("fp32", "fp32", "fp32"), ("fp16", "fp32", "fp32"))

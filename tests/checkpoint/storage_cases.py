@@ -14,8 +14,8 @@ import torch
 from shelves import entry, write
 from torch import Tensor
 
+from dzero import CheckpointConfig
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver

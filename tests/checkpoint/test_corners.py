@@ -15,10 +15,7 @@ from pool import Pool
 from torch import nn
 from training_loops import params_of, sharded_net, train, unequal
 
-from dzero import AdamW, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.errors import CheckpointError
+from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError, ZeroConfig, make_mesh, shard
 
 
 def resumed_beside_saves(rank: int, ranks: int, folder: Path) -> list[int | None]:

@@ -16,8 +16,8 @@ from damage_cases import resumed_from_damaged_pointers
 from pool import Pool
 from shelves import PAGE, bits, entry, mixed, raw, scattered, write
 
+from dzero import CheckpointError
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import MANIFEST, VERSION, data_name, index_name, seal
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.store import LATEST, CheckpointStore

@@ -19,11 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, empty
 from training_loops import masters_of, params_of, sharded_net, train
 
-from dzero import AdamW
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.dcp import DcpReader
-from dzero.checkpoint.errors import CheckpointError
+from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError, DcpReader
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

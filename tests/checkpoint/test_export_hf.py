@@ -21,17 +21,14 @@ from parity_cells import whole
 from pool import Pool
 from torch import Tensor
 
-from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
+from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError, PrecisionConfig, ZeroConfig, describe, shard
 from dzero.checkpoint import export_hf as exports
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import export, plan
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.store import checkpoint_at
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
-from dzero.models.published import describe, llama_config, published_name
+from dzero.models.published import llama_config, published_name
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 

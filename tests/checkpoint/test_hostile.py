@@ -14,7 +14,7 @@ import pytest
 from hostile_cases import CLAIMS, DATA, INDEX, KINDS, POINTERS, STEP, claim, honest, instead, read
 from shelves import RUN
 
-from dzero.checkpoint.errors import CheckpointError
+from dzero import CheckpointError
 from dzero.checkpoint.format import MANIFEST, seal
 from dzero.checkpoint.selection import keep
 from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore

@@ -15,16 +15,15 @@ from small_runs import settled, train, write_text
 from torch import Tensor
 from training_loops import masters_of
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero import AdamW, DiskConfig, OffloadConfig, PrecisionConfig, ZeroConfig, describe, make_mesh, shard
 from dzero.checkpoint.import_hf import blank, fill
 from dzero.models.build import build, count, materialiser, weights_of
 from dzero.models.config import ModelConfig
 from dzero.models.meta_init import MetaInitializer
-from dzero.models.published import describe, published_name
+from dzero.models.published import published_name
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.dtensors import local_of
-from dzero.zero.offload_config import DiskConfig
 from dzero.zero.rounding import to_working
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -14,7 +14,7 @@ from in_process import dzero
 from pool import Pool
 from small_runs import settled, train, write_text
 
-from dzero.checkpoint.errors import CheckpointError
+from dzero import CheckpointError
 from dzero.checkpoint.inspect import inspect
 from dzero.utils.terminal import plain
 

@@ -14,7 +14,7 @@ from shelves import write
 from small_runs import ROOT, settled, train, write_text
 from train_runs import SMALLEST, TORCHRUN
 
-from dzero.checkpoint.errors import CheckpointError
+from dzero import CheckpointError
 from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.selection import candidates, keep, refuse_foreign
 from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore, manifest_at

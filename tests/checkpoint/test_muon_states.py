@@ -21,12 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from training_loops import masters_of, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, Sharded
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import AdamW, CheckpointConfig, Checkpointer, Muon, MuonConfig, Sharded
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.config import MuonConfig
-from dzero.optim.muon import Muon
 
 KEYS = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_scale", "step")
 

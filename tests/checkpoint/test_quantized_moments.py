@@ -11,9 +11,7 @@ from pool import Pool
 from torch import Tensor
 from training_loops import train
 
-from dzero import AdamW, Sharded
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import AdamW, CheckpointConfig, Checkpointer, Sharded
 from dzero.optim.quantized_moments import BLOCK_ELEMS, decode
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}

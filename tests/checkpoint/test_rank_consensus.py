@@ -15,13 +15,13 @@ from pool import Pool
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dzero import AdamW, CheckpointConfig, Checkpointer, shard
+from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError, make_mesh, shard
 from dzero.checkpoint import saver
-from dzero.checkpoint.errors import CheckpointError, RankUnavailable
+from dzero.checkpoint.errors import RankUnavailable
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.store import CheckpointStore
-from dzero.mesh import make_mesh, timeout_of_ranks
+from dzero.mesh import timeout_of_ranks
 
 TIMEOUT_S = 1.5
 LONG = 5000

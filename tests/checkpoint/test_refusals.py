@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dzero.checkpoint.errors import CheckpointError
+from dzero import CheckpointError
 from dzero.checkpoint.format import data_name, index_name
 from dzero.checkpoint.store import LATEST, CheckpointStore
 

@@ -21,8 +21,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import dzero
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.errors import CheckpointError
+from dzero import CheckpointConfig, CheckpointError
 
 STEPS, STOP, ROWS = 6, 3, 12
 PAGE = Path(__file__).parents[2] / "docs/reference/resume.md"

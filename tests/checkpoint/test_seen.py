@@ -9,10 +9,7 @@ from pathlib import Path
 from pool import Pool
 from training_loops import sharded_net
 
-from dzero import AdamW
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.errors import CheckpointError
+from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError
 from dzero.checkpoint.store import CheckpointStore
 
 HOST = socket.gethostname()

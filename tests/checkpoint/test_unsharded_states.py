@@ -22,10 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training_loops import params_of, sharded_net, snapshot, unequal
 from training_loops import train as train_net
 
-from dzero import OffloadConfig, Sharded
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero import CheckpointConfig, Checkpointer, OffloadConfig, Sharded, TorchOptimizer
 from dzero.plan.run_layout import workers_of
 
 HOST = OffloadConfig(grad="host", master="host", moments="host")

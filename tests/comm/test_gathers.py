@@ -14,7 +14,8 @@ import torch.distributed as dist
 from pool import Pool
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dzero.mesh import SHARD, make_mesh
+from dzero import make_mesh
+from dzero.mesh import SHARD
 
 KINDS = """
 import torch, torch.distributed as dist

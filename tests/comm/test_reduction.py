@@ -10,9 +10,10 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor
 
+from dzero import PrecisionConfig, ZeroConfig
 from dzero.comm import reduction
 from dzero.comm.reduction import ExactReduction, NativeReduction
-from dzero.zero.config import PrecisionConfig, ZeroConfig, sums_exactly
+from dzero.zero.config import sums_exactly
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # (buffer, wire, output): gradients, payload, what is kept

@@ -12,7 +12,7 @@ from pool import Pool
 from simulator.measured_memory import MemoryCount
 from torch.nn import functional
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import AdamW, DiskConfig, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.estimate.memory import memory_of
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts, costs_of
 from dzero.estimate.transfers import moved_of
@@ -21,7 +21,6 @@ from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.float8_layers import convert_linear_layers
-from dzero.zero.offload_config import DiskConfig
 from dzero.zero.units import UnitChoice
 
 SHAPE = LlamaShape(vocab_size=1024, hidden_size=128, layers=3, heads=4, kv_heads=2, ffn_size=352)

@@ -15,10 +15,10 @@ import torch
 from measurements import HARDWARE, KEY, MEASUREMENT
 from omegaconf import OmegaConf
 
+from dzero import DiskError, RunError
 from dzero import __main__ as command
 from dzero.cli import machine
 from dzero.config import CONF
-from dzero.errors import RunError
 from dzero.estimate import measure_hardware, measurement_cache
 from dzero.estimate.decoder_probe import ExchangeRates, OperatorRates
 from dzero.estimate.hardware_spec import HardwareConfig
@@ -29,7 +29,7 @@ from dzero.hardware import host_memory_bytes, peak_flops_of
 from dzero.overrides import composed
 from dzero.plan.hardware_tables import age, as_yaml, machine_table, text
 from dzero.plan.plan_run import hardware_of, scratch_folders
-from dzero.utils.scratch_paths import DiskError, mount_point
+from dzero.utils.scratch_paths import mount_point
 
 SMALL = Effort(
     seconds=0.02,

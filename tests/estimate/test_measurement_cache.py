@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from measurements import HARDWARE, KEY, MEASUREMENT
 
+from dzero import DiskError
 from dzero.estimate import measurement_cache
 from dzero.estimate.measurement_cache import DamagedCache
-from dzero.utils.scratch_paths import DiskError
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dzero import PrecisionConfig
 from dzero.estimate.decoder_probe import decoder_loss
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
 from dzero.estimate.operator_work import ATTENTION, ATTENTION_BACKWARD, FLOPS, OperatorWork, work_of
@@ -17,7 +18,6 @@ from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.zero.config import PrecisionConfig
 from dzero.zero.float8_layers import convert_linear_layers
 
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48)

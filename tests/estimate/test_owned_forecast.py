@@ -8,12 +8,11 @@ import pytest
 from pool import Pool
 from training_loops import sharded_net, train
 
-from dzero import OffloadConfig
+from dzero import OffloadConfig, TorchOptimizer
 from dzero.estimate.memory import off_device
 from dzero.optim.build import build_optimizer, owned_states
 from dzero.optim.config import OptimConfig
 from dzero.optim.owned_states import OwnedStates
-from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.tiers import names_off_device
 
 HOST = {"grad": "host", "master": "host", "moments": "host"}

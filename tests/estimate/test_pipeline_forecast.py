@@ -9,13 +9,12 @@ from simulator.scenario import Scenario
 from simulator.simulate import simulate
 from small_runs import settled
 
-from dzero.errors import RunError
+from dzero import PrecisionConfig, RunError, ZeroConfig
 from dzero.estimate.measure_hardware import unmeasured
 from dzero.mesh_config import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.config import BlockConfig
 from dzero.plan.plan_run import forecast_run
-from dzero.zero.config import PrecisionConfig, ZeroConfig
 
 MODEL = {"hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 128, "tied": True}
 

@@ -17,8 +17,8 @@ from pool import Pool
 from simulator.measured_memory import MeasuredMemory
 from small_runs import write_text
 
+from dzero import DiskConfig, OffloadConfig, RunError
 from dzero.config import RunConfig
-from dzero.errors import RunError
 from dzero.estimate.candidates import Candidate
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.search import HEADROOM, Fits, Subject, search, short_bytes
@@ -27,7 +27,7 @@ from dzero.overrides import composed
 from dzero.plan.auto import candidates_of, choose, default_of, given_settings, subject_of, with_choice
 from dzero.plan.search_tables import nothing_fits, ranking_tables, words
 from dzero.utils.terminal import plain
-from dzero.zero.offload_config import KINDS, DiskConfig, OffloadConfig
+from dzero.zero.offload_config import KINDS
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

@@ -14,12 +14,11 @@ from pool import Pool
 from simulator.measured_memory import MemoryCount
 from tensor_cases import Run, build, loss_of, model_of, one_step
 
-from dzero.errors import RunError
+from dzero import RunError, make_mesh
 from dzero.estimate.fake_group import fake_group
 from dzero.estimate.memory import memory_of
 from dzero.estimate.microbatch_costs import FORWARD, MicrobatchCosts, costs_of
 from dzero.estimate.transfers import moved_of
-from dzero.mesh import make_mesh
 from dzero.overrides import composed
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig

@@ -9,13 +9,13 @@ import torch
 from simulator.scenario import Scenario
 from simulator.simulate import simulate
 
+from dzero import ZeroConfig
 from dzero.comm.dtensor_traffic import PHASE
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh_config import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor.traffic import TensorSizes, expected_tensor
-from dzero.zero.config import ZeroConfig
 from dzero.zero.cost_model import expected_copies
 
 LAYERS, WIDTH, TOKENS, TP = 4, 64, 64, 4

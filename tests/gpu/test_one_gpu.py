@@ -18,16 +18,25 @@ from parity_cells import master_of, whole
 from pool_worker import forget_meshes
 from torch import nn
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard, weights
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import (
+    AdamW,
+    CheckpointConfig,
+    Checkpointer,
+    DiskConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    ZeroConfig,
+    make_mesh,
+    shard,
+    tile,
+    weights,
+)
 from dzero.comm.wire import Blocks
 from dzero.hardware import multiplies_fp8
 from dzero.optim import adamw_math, flat_update
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tiling.tile import tile
-from dzero.zero.offload_config import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS
 from dzero.zero.rounding import split, to_working
 
 pytestmark = pytest.mark.gpu

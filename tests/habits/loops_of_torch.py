@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from training_loops import sharded_net
 
-from dzero import AdamW, OffloadConfig, Sharded
+from dzero import AdamW, OffloadConfig, Sharded, TorchOptimizer
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.torch_optimizer import TorchOptimizer
 
 STEPS, RATE = 4, 1e-3
 OPTIONS = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}

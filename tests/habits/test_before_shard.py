@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import dzero
-from dzero import TorchOptimizer, ZeroConfig, shard
-from dzero.zero.offload_config import DiskConfig
+from dzero import DiskConfig, TorchOptimizer, ZeroConfig, shard
 
 MASK = (torch.arange(16) >= 8).float().view(-1, 1)
 

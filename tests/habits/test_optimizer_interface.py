@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from training_loops import backward, sharded_net, train
 
-from dzero import AdamW, Muon, OffloadConfig, Sharded
+from dzero import AdamW, Muon, OffloadConfig, Sharded, TorchOptimizer
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.torch_optimizer import TorchOptimizer
 
 SGD = {"lr": 0.1, "momentum": 0.9}
 

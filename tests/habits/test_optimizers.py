@@ -19,11 +19,8 @@ from torch import Tensor
 from training_loops import params_of, sharded_net, train, unequal
 from two_optimizers import optimizers_of, sharded_judged
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import AdamW, CheckpointConfig, Checkpointer, OffloadConfig, PrecisionConfig, Sharded, TorchOptimizer
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.dtensors import local_of
 from dzero.zero.rounding import join
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from loops_of_torch import OPTIONS, whole
 from torch import Tensor, nn
 
-from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero import AdamW, PrecisionConfig, Sharded, TorchOptimizer, ZeroConfig, make_mesh, shard
 
 WIDTH, STEPS, MAX_NORM = 8, 4, 0.05
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}

@@ -10,12 +10,11 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dzero import PrecisionConfig, ZeroConfig, shard
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
-from dzero.zero.config import PrecisionConfig, ZeroConfig
-from dzero.zero.shard import shard
 
 CONFIG = ModelConfig(hidden_size=16, layers=3, heads=2, ffn_size=24, tied=True)
 

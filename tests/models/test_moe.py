@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import yaml
 from moe_reference import SHAPE, TokenByToken
 
+from dzero import describe
 from dzero.models.build import build, count, flops_per_token, materialiser
 from dzero.models.config import ModelConfig, MoEShape
 from dzero.models.moe import Mixture, MoE, Router, grouped_linear
-from dzero.models.published import describe
 from dzero.models.weights import local_weights
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig

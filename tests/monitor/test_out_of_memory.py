@@ -10,8 +10,8 @@ import torch
 from pool import Pool
 from small_runs import settled, write_text
 
+from dzero import RunError
 from dzero.config import RunConfig
-from dzero.errors import RunError
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.trainer import train
 

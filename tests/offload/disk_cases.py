@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from dzero import DiskError
 from dzero.offload import scratch_dir
 from dzero.offload.disk import DiskConfig, DiskStore
 from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.scratch_dir import ScratchDir
-from dzero.utils.scratch_paths import DiskError
 
 MIB = 1 << 20
 

@@ -15,10 +15,9 @@ import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, unequal
 
-from dzero import AdamW, OffloadConfig
+from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig
 from dzero.offload.schedule import ActionKey
-from dzero.optim.loss_scaler import ScalerConfig
-from dzero.zero.offload_config import KINDS, TIERS, DiskConfig
+from dzero.zero.offload_config import KINDS, TIERS
 
 STEPS = 14
 POISONED_STEP = 6

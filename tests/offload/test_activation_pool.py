@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from dzero import DiskConfig, DiskError, OffloadError
 from dzero.offload import scratch_dir
 from dzero.offload.activation_pool import ActivationPool, ActivationSlot
 from dzero.offload.disk import DiskStore
-from dzero.offload.executor import OffloadError, ScheduleExecutor
+from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.schedule import ActionKey, OffloadSchedule
-from dzero.utils.scratch_paths import DiskError
-from dzero.zero.offload_config import DiskConfig
 
 PAGE = 4096
 

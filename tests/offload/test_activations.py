@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_loops import params_of, snapshot, unequal
 
-from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import AdamW, DiskConfig, OffloadConfig, OffloadError, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
 from dzero.offload import activation_pool
 from dzero.offload.activation_pool import ActivationPool
 from dzero.offload.activations import ActivationOffload
 from dzero.offload.disk import DiskStore
-from dzero.offload.executor import OffloadError, ScheduleExecutor
+from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.schedule import ActionKey, OffloadSchedule
 from dzero.parallel.blocks import apply_blocks, find_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.zero.offload_config import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS
 
 ALONE = OffloadConfig(activations="host")
 WITH_STATES = OffloadConfig(activations="host", grad="host", master="host", moments="host", overlap="backward")

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from dzero import DiskConfig, DiskError
 from dzero.offload import scratch_dir
 from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import DiskSpeed, bench, chosen, measure
 from dzero.offload.disk_transfer import PieceTransfer
 from dzero.offload.memory_pool import HostMemoryPool, aligned
-from dzero.utils.scratch_paths import DiskError
-from dzero.zero.offload_config import DiskConfig
 
 PAGE = 4096
 BLOCK = 4 * PAGE

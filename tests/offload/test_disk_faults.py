@@ -21,11 +21,10 @@ import pytest
 import torch
 from in_process import dzero
 
+from dzero import DiskConfig, DiskError
 from dzero.offload.disk import DiskStore
 from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.scratch_dir import holders
-from dzero.utils.scratch_paths import DiskError
-from dzero.zero.offload_config import DiskConfig
 
 CASES = Path(__file__).parent / "disk_cases.py"
 HOUSE = Path(__file__).parent.parent.parent

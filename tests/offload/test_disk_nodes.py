@@ -11,12 +11,11 @@ import torch.distributed as dist
 from pool import Pool
 from training_loops import sharded_net, train
 
-from dzero import AdamW, DiskConfig, OffloadConfig
+from dzero import AdamW, DiskConfig, DiskError, OffloadConfig
 from dzero.hardware import memory_node_of
 from dzero.offload import disk_nodes, manager
 from dzero.offload.disk_nodes import by_node, near_cores, node_of_path, nodes_of_local_ranks
 from dzero.plan import preflight
-from dzero.utils.scratch_paths import DiskError
 from dzero.zero.offload_config import KINDS
 
 CORES = ("0-3", "4-7")

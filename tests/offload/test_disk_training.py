@@ -21,13 +21,11 @@ import torch
 from pool import Pool
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, OffloadConfig
-from dzero.offload.executor import OffloadError
+from dzero import AdamW, DiskConfig, DiskError, OffloadConfig, OffloadError
 from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.offload.scratch_dir import holders
-from dzero.utils.scratch_paths import DiskError
 from dzero.zero.init_on_disk import SpilledTensor
-from dzero.zero.offload_config import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS
 
 
 def everything(paths: list[str], **changes: Any) -> OffloadConfig:

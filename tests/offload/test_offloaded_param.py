@@ -26,10 +26,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
+from dzero import AdamW, DiskConfig, OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
-from dzero.zero.offload_config import DiskConfig
 from dzero.zero.offloaded_param import HostStorage, OffDeviceShard, OffDeviceTensor
 
 ALL: dict[str, Any] = {"param": "host", "grad": "host", "master": "host", "moments": "host"}

@@ -20,11 +20,9 @@ from pool import Pool
 from torch import nn
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, DiskConfig, OffloadConfig, Sharded, ZeroConfig, shard
-from dzero.offload.executor import OffloadError
+from dzero import AdamW, DiskConfig, OffloadConfig, OffloadError, Sharded, TorchOptimizer, ZeroConfig, shard
 from dzero.offload.schedule import ActionKey
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.dtensors import local_of
 
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}

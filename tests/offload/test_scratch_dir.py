@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dzero import DiskError
 from dzero.offload.scratch_dir import NAME, ScratchDir, holders
-from dzero.utils.scratch_paths import DiskError
 
 DEAD = "dzero-0-1-0123456789abcdef"
 

@@ -10,8 +10,7 @@ import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, train, unequal
 
-from dzero import OffloadConfig
-from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero import OffloadConfig, TorchOptimizer
 
 RULES: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.05, "momentum": 0.9}, "NAdam": {"lr": 1e-3}}
 HOST = [

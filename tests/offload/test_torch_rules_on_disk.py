@@ -12,15 +12,14 @@ import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, train, unequal
 
-from dzero import OffloadConfig
+from dzero import DiskConfig, OffloadConfig, TorchOptimizer
 from dzero.estimate.memory import off_device
 from dzero.estimate.transfers import moved_of
 from dzero.optim.build import build_optimizer, rule_states
 from dzero.optim.config import OptimConfig
 from dzero.optim.requires_unsharded import ELEMENTWISE
-from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.dtensors import local_of
-from dzero.zero.offload_config import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},

@@ -11,10 +11,7 @@ import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, train, unequal
 
-from dzero import CheckpointConfig, Checkpointer, OffloadConfig
-from dzero.offload.executor import OffloadError
-from dzero.optim.torch_optimizer import TorchOptimizer
-from dzero.zero.offload_config import DiskConfig
+from dzero import CheckpointConfig, Checkpointer, DiskConfig, OffloadConfig, OffloadError, TorchOptimizer
 
 
 class Counting(torch.optim.Optimizer):

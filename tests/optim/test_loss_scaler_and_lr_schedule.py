@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from dzero.optim.loss_scaler import LossScaler, ScalerConfig
+from dzero import ScalerConfig
+from dzero.optim.loss_scaler import LossScaler
 from dzero.optim.lr_schedule import ScheduleConfig
 
 

@@ -23,11 +23,8 @@ from pool import Pool
 from reference_muon import Muon as PlainMuon
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import Sharded, ZeroConfig, shard
+from dzero import Muon, MuonConfig, ScalerConfig, Sharded, ZeroConfig, shard
 from dzero.optim import cpu_kernels, unsharded_updates
-from dzero.optim.config import MuonConfig
-from dzero.optim.loss_scaler import ScalerConfig
-from dzero.optim.muon import Muon
 
 STEPS, LR, CLIP = 10, 3e-3, 0.5
 TOLERANCE = {"fp32": 3e-5, "bf16": 0.1}

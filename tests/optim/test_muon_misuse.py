@@ -15,15 +15,12 @@ from tiled_models import sharded_llama
 from torch import nn
 from training_loops import sharded_net
 
-from dzero import OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.errors import RunError
+from dzero import Muon, MuonConfig, OffloadConfig, RunError, Sharded, TorchOptimizer, ZeroConfig, make_mesh, shard
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.optim.build import build_optimizer
-from dzero.optim.config import MuonConfig, OptimConfig
-from dzero.optim.muon import Muon
-from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero.optim.config import OptimConfig
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor.parallelize import parallelize_tensor
 from dzero.plan.run_layout import check_all_here

@@ -15,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 from training_loops import backward, sharded_net, snapshot, unequal
 
-from dzero import AdamW, ParallelConfig, PrecisionConfig, ZeroConfig, make_mesh, parallelize, shard
-from dzero.optim.loss_scaler import ScalerConfig
+from dzero import AdamW, ParallelConfig, PrecisionConfig, ScalerConfig, ZeroConfig, make_mesh, parallelize, shard
 
 POISON = {"inf": math.inf, "nan": math.nan}
 

@@ -11,8 +11,8 @@ from dispatch_counter import DispatchCounter
 from pool import Pool
 from training_loops import backward, sharded_net
 
+from dzero import Muon
 from dzero.comm.ledger import Entry, Traffic
-from dzero.optim.muon import Muon
 from dzero.optim.newton_schulz import cost_of
 from dzero.optim.rank_assignment import rounds_of
 from dzero.zero.unit_shapes import ParamShape

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from training_loops import masters_of, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, Sharded
+from dzero import AdamW, Sharded, TorchOptimizer
 from dzero.optim.base import MasterOptimizer
-from dzero.optim.torch_optimizer import TorchOptimizer
 
 PRECISIONS: list[dict[str, str]] = [
     {"param": "bf16", "master": "fp32"},

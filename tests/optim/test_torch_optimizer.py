@@ -10,7 +10,7 @@ import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, train, unequal
 
-from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero import TorchOptimizer
 
 RULES: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},

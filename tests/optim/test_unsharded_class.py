@@ -13,9 +13,8 @@ import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, train, unequal
 
-from dzero import OffloadConfig, Sharded
+from dzero import OffloadConfig, Sharded, TorchOptimizer
 from dzero.comm.ledger import Traffic
-from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.zero.dtensors import local_of
 
 STEPS = 5

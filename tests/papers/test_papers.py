@@ -26,8 +26,8 @@ from papers.arithmetic import (
 from papers.assumptions import Papers, Shape, read_papers
 from papers.tables import paper_tables
 
+from dzero import OffloadConfig
 from dzero.zero.cost_model import paper_bytes
-from dzero.zero.offload_config import OffloadConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 GB = 1e9

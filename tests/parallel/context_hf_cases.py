@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dzero
+from dzero import make_mesh
 from dzero.comm.ledger import Ledger
-from dzero.mesh import context_group, make_mesh
+from dzero.mesh import context_group
 from dzero.parallel.context.parallelize import ContextParallel
 
 TIME, SEQUENCES, VOCAB, WINDOW = 32, 2, 96, 5

@@ -20,9 +20,7 @@ from small_runs import agrees, settled
 from tensor_cases import states
 from torch import Tensor
 
-from dzero import AdamW
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import AdamW, CheckpointConfig, Checkpointer
 from dzero.config import RunConfig
 from dzero.data.batch import Batch
 from dzero.models.moe import Experts

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from dzero import (
     AdamW,
+    BiasUpdate,
+    CheckpointConfig,
+    Checkpointer,
     OffloadConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -27,8 +30,6 @@ from dzero import (
     parallelize,
     shard,
 )
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import AXES, data_rank_of
 from dzero.models.config import MoEShape
 from dzero.models.meta_init import MetaInitializer
@@ -36,7 +37,6 @@ from dzero.models.moe import MoE
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.context.parallelize import ContextParallel
-from dzero.parallel.expert.bias import BiasUpdate
 from dzero.parallel.expert.dispatch import ExpertParallel, parallelize_experts
 from dzero.zero.cost_model import expected_control, expected_traffic
 from dzero.zero.dtensors import placed_like

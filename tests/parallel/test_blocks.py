@@ -15,13 +15,12 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dzero import PrecisionConfig, ZeroConfig, shard
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Block
 from dzero.parallel.blocks import apply_blocks, find_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.zero.config import PrecisionConfig, ZeroConfig
-from dzero.zero.shard import shard
 
 LAYERS = 3
 MODES = ["none", "selective", "full"]

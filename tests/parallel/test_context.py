@@ -28,9 +28,10 @@ from pool import Pool
 from small_runs import settled, train, write_text
 from torch import Tensor, nn
 
+from dzero import make_mesh
 from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.config import ConfigError
-from dzero.mesh import context_group, make_mesh
+from dzero.mesh import context_group
 from dzero.mesh_config import CP_ATTENTIONS, MeshConfig
 from dzero.models.llama import Llama
 from dzero.parallel.context.attention import ATTENTIONS

@@ -24,9 +24,10 @@ from expert_cases import (
 from pool import Pool
 from torch import nn
 
+from dzero import make_mesh
 from dzero.comm.ledger import Entry
 from dzero.estimate.fake_group import fake_group
-from dzero.mesh import expert_degrees, make_mesh
+from dzero.mesh import expert_degrees
 from dzero.models.moe import MoE
 from dzero.parallel.expert.dispatch import expected_experts, parallelize_experts
 

@@ -13,8 +13,8 @@ from moe_reference import SHAPE
 from parity_cells import together
 from pool import Pool
 
+from dzero import make_mesh
 from dzero.estimate.fake_group import fake_group
-from dzero.mesh import make_mesh
 from dzero.models.config import MoEShape
 from dzero.models.moe import MoE
 from dzero.parallel.pipeline.split import split_pipeline

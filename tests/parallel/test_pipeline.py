@@ -14,9 +14,10 @@ from pipeline_cases import CLIP, LR, SHAPE, Piped, at_one_end, loaded, model_of,
 from pool import Pool
 from torch import nn
 
+from dzero import PipelinePlan
 from dzero.models.llama import Llama
 from dzero.parallel.divisibility import check_microbatches
-from dzero.parallel.pipeline.split import PipelinePlan, balanced, split_pipeline
+from dzero.parallel.pipeline.split import balanced, split_pipeline
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter at the end. Sums are cut elsewhere;

@@ -29,12 +29,11 @@ from tensor_cases import (
 )
 from torch import nn
 
-from dzero import ModelInit, PrecisionConfig, ZeroConfig, shard
+from dzero import ModelInit, PrecisionConfig, ZeroConfig, make_mesh, shard
 from dzero.checkpoint.export_hf import export, plan
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.store import checkpoint_at
 from dzero.estimate.fake_group import fake_group
-from dzero.mesh import make_mesh
 from dzero.models.llama import Llama
 from dzero.parallel.tensor.parallelize import parallelize_tensor
 from dzero.parallel.tensor.plans import plan_for

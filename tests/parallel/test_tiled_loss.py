@@ -13,12 +13,12 @@ from allocated_peak import allocated_peak_bytes
 from tiled_models import VOCAB, assert_close, batch, grads_of, llama, reference_loss
 from torch import Tensor, nn
 
+from dzero import tile_loss
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tiling import loss as tiling_loss
-from dzero.parallel.tiling.loss import tile_loss
 
 
 @pytest.mark.parametrize("tied", [False, True])

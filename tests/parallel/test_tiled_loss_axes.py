@@ -13,12 +13,11 @@ from pool import Pool
 from small_runs import settled, train, write_text
 from torch import Tensor, nn
 
+from dzero import make_mesh, parallelize, tile_loss
 from dzero.data.batch import IGNORED
-from dzero.mesh import make_mesh
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.parallel.parallelize import parallelize
-from dzero.parallel.tiling.loss import losses_of, tile_loss
+from dzero.parallel.tiling.loss import losses_of
 from dzero.plan.run_layout import workers_of
 from dzero.zero.dtensors import local_of
 

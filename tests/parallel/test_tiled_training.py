@@ -12,12 +12,10 @@ from pool import Pool
 from tiled_models import VOCAB, assert_close, reference_loss, sharded_llama
 from torch import Tensor, nn
 
-from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
+from dzero import OffloadConfig, PrecisionConfig, Sharded, TorchOptimizer, ZeroConfig, shard, tile
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tiling.tile import tile
 from dzero.zero.cost_model import expected_traffic
 
 STEPS = 3

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dzero import tile, tile_loss
 from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import SwiGLU
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor.plans import plan_for
-from dzero.parallel.tiling.loss import returns_logits_of, tile_loss
-from dzero.parallel.tiling.tile import fill_tiles, tile, tiles_of
+from dzero.parallel.tiling.loss import returns_logits_of
+from dzero.parallel.tiling.tile import fill_tiles, tiles_of
 from dzero.zero.units import find_units
 
 FP32 = {"rtol": 1e-5, "atol": 1e-6}

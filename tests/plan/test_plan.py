@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from in_process import dzero
 
-from dzero.errors import RunError
+from dzero import RunError
 from dzero.estimate.forecast import Forecast
 from dzero.overrides import composed
 from dzero.plan.picture import draw

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dzero import RunError
 from dzero.config import RunConfig
-from dzero.errors import RunError
 from dzero.estimate.forecast import tiers_of
 from dzero.hardware import format_bytes
 from dzero.overrides import composed

@@ -21,9 +21,9 @@ from simulator.scenario import Scenario
 from simulator.simulate import simulate
 from simulator.storage_meter import Where
 
+from dzero import ZeroConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.config import BlockConfig
-from dzero.zero.config import ZeroConfig
 
 MIB = 1 << 20
 HIDDEN, LAYERS, RANKS = 64, 3, 4

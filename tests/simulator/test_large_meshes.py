@@ -9,10 +9,10 @@ import yaml
 from simulator.scenario import Scenario
 from simulator.simulate import Simulated, simulate
 
+from dzero import ZeroConfig
 from dzero.mesh_config import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.config import BlockConfig
-from dzero.zero.config import ZeroConfig
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 H100_BYTES = 80_000_000_000

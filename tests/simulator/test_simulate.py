@@ -15,13 +15,12 @@ from simulator.scenario import Scenario
 from simulator.simulate import Simulated, simulate
 from simulator.storage_meter import KINDS
 
+from dzero import OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.comm.ledger import Traffic
 from dzero.mesh_config import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.config import BlockConfig
-from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.cost_model import resting_bytes
-from dzero.zero.offload_config import OffloadConfig
 
 TWO_BLOCKS = ModelConfig(vocab_size=256, hidden_size=64, layers=2, heads=4, kv_heads=2, ffn_size=128)
 HOST = OffloadConfig(grad="host", master="host", moments="host")

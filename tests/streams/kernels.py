@@ -16,14 +16,13 @@ from memory import Space
 from operators import Operators, tensors_of
 from simulation import SimulatedStream, Simulation
 
-from dzero import streams
+from dzero import AdamW, streams
 from dzero.comm import host_sum, reduction
 from dzero.offload.disk_transfer import PieceTransfer
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.lane import Lane
 from dzero.offload.memory_pool import HostMemoryPool, Lease
 from dzero.optim import cpu_kernels
-from dzero.optim.adamw import AdamW
 from dzero.optim.flat_update import AdamWUpdater
 from dzero.zero.unit import Unit
 

@@ -20,16 +20,14 @@ from frames import Site
 from simulation import Simulation
 from training_loops import sharded_net
 
-from dzero import AdamW, OffloadConfig, streams
+from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig, streams
 from dzero.offload.activation_pool import ActivationPool
 from dzero.offload.activations import ActivationOffload
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.schedule import OffloadSchedule
 from dzero.optim import column_upload
-from dzero.optim.loss_scaler import ScalerConfig
 from dzero.zero.dtensors import local_of
-from dzero.zero.offload_config import DiskConfig
 
 STEPS = 3
 HOST = {"grad": "host", "master": "host", "moments": "host"}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dzero.errors import RunError
+from dzero import RunError
 from dzero.launch.config import LauncherConfig
 from dzero.launch.launcher import start
 from dzero.launch.warm_process import WarmProcess

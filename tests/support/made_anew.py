@@ -13,14 +13,24 @@ from small_runs import settled, write_text
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from dzero import AdamW, Muon, OffloadConfig, ParallelConfig, TorchOptimizer, make_mesh, parallelize, shard, take_mesh
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import (
+    AdamW,
+    CheckpointConfig,
+    Checkpointer,
+    DiskConfig,
+    Muon,
+    OffloadConfig,
+    ParallelConfig,
+    TorchOptimizer,
+    make_mesh,
+    parallelize,
+    shard,
+    take_mesh,
+)
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.trainer.trainer import Trainer
-from dzero.zero.offload_config import DiskConfig
 
 Make = Callable[[Path], None]
 

@@ -24,9 +24,8 @@ from pool import Pool
 from recorded import whole
 from torch import nn
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, ScalerConfig, ZeroConfig, shard
 from dzero.optim import cpu_kernels
-from dzero.optim.loss_scaler import ScalerConfig
 
 STEPS, LR, CLIP = 12, 3e-3, 0.5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -20,8 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from dzero import (
     AdamW,
+    CheckpointConfig,
+    Checkpointer,
+    DiskConfig,
+    HiddenStates,
     OffloadConfig,
     ParallelConfig,
+    Pipeline,
+    PipelinePlan,
     PrecisionConfig,
     Sharded,
     ZeroConfig,
@@ -29,8 +35,6 @@ from dzero import (
     parallelize,
     shard,
 )
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import data_rank_of
 from dzero.models.config import LlamaShape
@@ -38,11 +42,8 @@ from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.pipeline.run import Pipeline
-from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
-from dzero.parallel.pipeline.split import PipelinePlan
+from dzero.parallel.pipeline.schedule import expected_pipeline
 from dzero.zero.cost_model import expected_decision, expected_traffic
-from dzero.zero.offload_config import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=4, heads=4, kv_heads=4, ffn_size=48)
 TOKENS = 12

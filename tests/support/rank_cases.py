@@ -13,13 +13,12 @@ from simulator.storage_meter import StorageMeter, Where
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dzero import AdamW, make_mesh, shard
+from dzero import AdamW, Pipeline, make_mesh, shard
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.data.batch import Batch
 from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.pipeline.run import Pipeline
 from dzero.trainer.build import BuiltModel
 
 STEPS = 3

@@ -18,15 +18,24 @@ from parity_cells import master_of, whole
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, shard
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import (
+    AdamW,
+    CheckpointConfig,
+    Checkpointer,
+    OffloadConfig,
+    PrecisionConfig,
+    Sharded,
+    ZeroConfig,
+    describe,
+    make_mesh,
+    parallelize,
+    shard,
+)
 from dzero.mesh import data_rank_of
 from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
-from dzero.models.published import describe
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor.parallelize import TensorParallel, parallelize_tensor

@@ -11,11 +11,10 @@ from pool import Pool
 from small_runs import CONF
 from test_finetune import CHATS, model, words  # noqa: F401  (a fixture)
 
-from dzero.checkpoint.errors import CheckpointError
+from dzero import CheckpointError, RunError
 from dzero.checkpoint.export_hf import export, plan
 from dzero.checkpoint.reader import Checkpoint
 from dzero.data.corpus import load
-from dzero.errors import RunError
 from dzero.overrides import composed
 from dzero.trainer import checkpointing
 from dzero.trainer.checkpointing import RunCheckpoints

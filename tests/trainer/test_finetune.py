@@ -19,7 +19,7 @@ from pool import Pool
 from small_runs import CONF, ROOT
 from test_token_loss import Silent
 
-from dzero.errors import RunError
+from dzero import RunError
 from dzero.overrides import composed
 from dzero.plan.preflight import resolve_run
 from dzero.trainer.trainer import Trainer

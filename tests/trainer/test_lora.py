@@ -20,9 +20,9 @@ from test_finetune import CHATS, words
 from test_finetune import model as model
 from test_token_loss import Silent
 
-from dzero import save_pretrained
+from dzero import RunError, save_pretrained
 from dzero.checkpoint.reader import Checkpoint
-from dzero.errors import RunError, user_errors
+from dzero.errors import user_errors
 from dzero.models.adapter_config import AdapterConfig
 from dzero.models.adapters import add_adapters
 from dzero.models.build import build

@@ -16,14 +16,13 @@ from test_finetune import words
 from test_lora import LORA, RULES, STEPS, oracle
 from test_token_loss import Silent
 
+from dzero import make_mesh, parallelize
 from dzero.estimate.fake_group import fake_group
-from dzero.mesh import make_mesh
 from dzero.models.adapter_config import AdapterConfig
 from dzero.models.adapters import add_adapters
 from dzero.models.hf import HFDecoder
 from dzero.models.published import published_name
 from dzero.overrides import composed
-from dzero.parallel.parallelize import parallelize
 from dzero.trainer.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")

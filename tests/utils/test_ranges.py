@@ -11,9 +11,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from dzero import config, overrides
+from dzero import RunError, config, overrides
 from dzero.config import CONF, RunConfig
-from dzero.errors import RunError
 from dzero.models.build import build, count
 from dzero.plan.preflight import resolve_run
 from dzero.plan.run_layout import check_all_here

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dzero import AdamW
 from dzero.comm.collectives import AverageReplicas, ReduceGrads, UnshardParams
 from dzero.comm.context_exchange import ContextExchange
-from dzero.optim.adamw import AdamW
 from dzero.optim.grad_accumulation import UnitGrads
 from dzero.optim.pipeline_grads import PipelineGrads
 from dzero.trainer import build as assembly

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from small_runs import CONF
 
+from dzero import OffloadConfig
 from dzero.overrides import composed
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import BASELINE, ladder
-from dzero.zero.offload_config import OffloadConfig
 
 ITSELF = "the configuration"
 

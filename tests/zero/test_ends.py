@@ -13,9 +13,7 @@ from pool import Pool
 from torch import Tensor
 from training_loops import params_of
 
-from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpointer import Checkpointer
-from dzero.checkpoint.config import CheckpointConfig
+from dzero import AdamW, CheckpointConfig, Checkpointer, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.comm.ledger import Entry
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama

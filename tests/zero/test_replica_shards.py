@@ -13,7 +13,7 @@ from parity_cells import whole
 from pool import Pool
 from training_loops import masters_of, params_of, sharded_net, train, unequal
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
+from dzero import AdamW, DiskConfig, OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.config import RunConfig
 from dzero.models.config import ModelConfig
 from dzero.optim.build import check_layout
@@ -22,7 +22,6 @@ from dzero.parallel.config import BlockConfig
 from dzero.zero.cost_model import resting_bytes
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
-from dzero.zero.offload_config import DiskConfig
 from dzero.zero.unit_shapes import rows_of
 
 STEPS, LR, CLIP = 20, 3e-3, 0.5

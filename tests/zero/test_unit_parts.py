@@ -13,11 +13,10 @@ from pool import Pool
 from torch import nn
 from training_loops import sharded_net, train
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero import AdamW, DiskConfig, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.zero.config import PRECISIONS
 from dzero.zero.layout import Layout
-from dzero.zero.offload_config import DiskConfig
 from dzero.zero.unit_shapes import ParamShape, UnitShape
 from dzero.zero.units import UnitChoice, find_units, nested
 
