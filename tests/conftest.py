@@ -10,7 +10,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for wor
 
 import pytest
 import torch
+import warm_python
 from pool import Pool
+
+warm_python.use()
 
 
 @pytest.fixture(scope="session")

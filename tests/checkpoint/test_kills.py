@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import COLD
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "kill_cases.py"
@@ -17,7 +18,7 @@ CASES = Path(__file__).parent / "kill_cases.py"
 
 def killed(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     """A run of two ranks that saves again and again, killed `kills` times, each time resumed and killed anew."""
-    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests' / 'support'}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests' / 'support'}", "OMP_NUM_THREADS": "1", **COLD}
     command = [sys.executable, str(CASES), str(folder), str(kills), str(seed)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

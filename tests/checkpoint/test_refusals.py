@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from warm_python import COLD
 
 from dzero import CheckpointError
 from dzero.checkpoint.format import data_name, index_name
@@ -21,12 +22,12 @@ HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "damage_cases.py"
 
 
-def case(*words: object, before: str = "") -> Any:
+def case(*words: object, before: str = "", cold: bool = False) -> Any:
     """A case in a process of its own; `before`: shell commands, in a namespace where anybody may mount."""
     command = [sys.executable, str(CASES), *map(str, words)]
     if before:
         command = ["unshare", "-rm", "sh", "-c", f'set -e; {before}; exec "$@"', "sh", *command]
-    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests' / 'support'}"}
+    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests' / 'support'}", **(COLD if cold else {})}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
@@ -101,7 +102,7 @@ def test_what_this_user_may_not_read_or_write_is_told() -> None:
 def test_inspect_and_export_tell_in_one_line_what_this_user_may_not_read_or_write() -> None:
     with TemporaryDirectory() as made:
         folder = Path(made)
-        seen = case("denied", folder)
+        seen = case("denied", folder, cold=True)  # this user may not read the libraries
         left = sorted(path.name for path in folder.iterdir())
     may_not = "Permission denied: this user may not; change the permissions, or checkpoint.folder"
     path, elsewhere = folder / "shelf" / "step_00000001", "Permission denied: choose another folder"

@@ -13,6 +13,7 @@ import torch
 import transformers
 from trainer_runs import collate, model, samples
 
+import dzero.integrations.transformers as integration
 from dzero.integrations.transformers import DzeroTrainer
 
 CASES: dict[str, Callable[[Path], Any]] = {}
@@ -104,7 +105,8 @@ def _(folder: Path) -> Any:
 
 @case("older transformers")
 def _(folder: Path) -> Any:
-    with patch.object(transformers, "Trainer", object), patch.object(transformers, "__version__", "5.0.0"):
+    library = integration.transformers  # what it has imported; transformers changes its module while it is imported
+    with patch.object(library, "Trainer", object), patch.object(library, "__version__", "5.0.0"):
         return make(folder)
 
 

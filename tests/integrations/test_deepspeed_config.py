@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from warm_python import COLD
 
 import dzero
 from dzero import __main__ as command
@@ -468,7 +470,7 @@ def test_the_command_needs_no_torch() -> None:
     code = (
         "import sys; import dzero.cli.from_deepspeed; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | COLD).returncode == 0
     assert "from-deepspeed" in command.MODULES
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +40,20 @@ def tagged(tag: dict[str, str]) -> list[Process]:
         try:
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
             state, parent = rest.split()[:2]
-            if state != "Z" and wanted in (stat.parent / "environ").read_bytes().split(b"\0"):
+            if state != "Z" and (
+                wanted in (stat.parent / "environ").read_bytes().split(b"\0") or _holds(stat.parent, tag)
+            ):
                 words = (stat.parent / "cmdline").read_text()
                 found.append(Process(int(stat.parent.name), name, int(parent), words))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return sorted(found)
+
+
+def _holds(process: Path, tag: dict[str, str]) -> bool:
+    """Whether a process has the file by which warm_server.py tags forks, whose environment is not to be seen."""
+    for each in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):
+            if tag[TAG] in os.readlink(each):
+                return True
+    return False

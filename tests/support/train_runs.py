@@ -37,7 +37,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=listen,
+                preexec_fn=listen if launcher or prefix else None,  # then it starts cold
             )
 
     @property

@@ -1,22 +1,19 @@
-"""Commands typed as a user types them, without the seconds that a process of its own takes to import torch.
+"""Commands typed as a user types them; they start warm, as warm_python.py says.
 
 `typed("train.py", "zero.stage=5", cwd=folder)` is `python train.py zero.stage=5` in that folder, and
-`typed("-m", "dzero", "plan")` is `python -m dzero plan`. A server (typed_server.py) has imported what both import, and
-forks a process for each command, which runs the named file or module as `__main__`.
+`typed("-m", "dzero", "plan")` is `python -m dzero plan`.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
@@ -26,23 +23,13 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def typed(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> Ended:
-    """The command's exit code, stdout and stderr; a command that takes more than `SECONDS` is ended (code 124).
+    """The command's exit code, stdout and stderr; a command that takes more than `SECONDS` is an error.
 
     env: set over the environment of the tests. without: packages as if they were not installed, in this process. The
     permissions of files hold, also where the tests run as root.
     """
-    with TemporaryDirectory() as told:
-        out, err = Path(told, "out"), Path(told, "err")
-        line = [str(word) for word in words]
-        paths = {"cwd": str(cwd), "out": str(out), "err": str(err)}
-        request = {"words": line, "env": _env(env), "without": [*without], "seconds": SECONDS, **paths}
-        server = _server()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        code = int(server.stdout.readline())
-        return subprocess.CompletedProcess(line, code, out.read_text(), err.read_text())
+    how = {warm_python.WITHOUT: " ".join(without), warm_python.AS_A_USER: "yes"}
+    return _ended(words, cwd, how | dict(env or {}))
 
 
 def as_torchrun() -> dict[str, str]:
@@ -52,9 +39,8 @@ def as_torchrun() -> dict[str, str]:
 
 
 def in_a_process(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Ended:
-    """The same by a process of its own, as a shell starts it."""
-    line = [sys.executable, *(str(word) for word in _absolute([str(word) for word in words]))]
-    return subprocess.run(line, cwd=cwd, env=_env(env), capture_output=True, text=True, timeout=SECONDS, check=False)
+    """The same from a cold start, as a shell makes it."""
+    return _ended(words, cwd, warm_python.COLD | dict(env or {}))
 
 
 def refused(ended: Ended, *says: str, code: int = 1) -> str:
@@ -70,6 +56,11 @@ def refused(ended: Ended, *says: str, code: int = 1) -> str:
     return paragraph
 
 
+def _ended(words: Sequence[str | Path], cwd: Path, env: Mapping[str, str]) -> Ended:
+    line = [sys.executable, *(str(word) for word in _absolute([str(word) for word in words]))]
+    return subprocess.run(line, cwd=cwd, env=_env(env), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
 def _absolute(words: list[str]) -> list[str]:
     return [str(ROOT / words[0]), *words[1:]] if words[0].endswith(".py") else words
 
@@ -83,16 +74,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@cache
-def _server() -> subprocess.Popen[str]:
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("typed_server.py")), str(ROOT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=_env(None),
-    )
-    atexit.register(server.kill)
-    return server
