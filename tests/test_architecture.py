@@ -23,7 +23,7 @@ parallel
 zero
 offload
 optim
-estimate checkpoint monitor
+estimate checkpoint monitor testing
 config overrides
 plan
 trainer
