@@ -28,7 +28,7 @@ def test_imports_nothing_of_the_code_it_judges() -> None:
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in imported} <= {
-        "__future__", "math", "collections", "contextlib", "dataclasses", "typing", "torch",
+        "__future__", "functools", "math", "operator", "collections", "contextlib", "dataclasses", "typing", "torch",
     }  # fmt: skip
 
 

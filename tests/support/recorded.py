@@ -1,20 +1,24 @@
 """Named runs of the table, made from outside, through what `import dzero` offers: each once per session of tests.
 
-`recorded(pool, "stage 3, all on disk")` gives what one may ask of the run: losses and norms of its steps, parameters,
-masters and moments at the end, what its ranks sent, what they keep, the table it prints, and the files of a checkpoint.
-`counts` and `bits` make of that what tests/golden.json keeps.
+`recorded(pool, "stage 3, all on disk")` gives what one may ask of the run: losses, norms and loss scales of its steps,
+parameters, masters and moments at the end, what its ranks sent and keep, where, and what the formulas say of that, the
+table and the schedule that it prints, what it warned of, and the files of a checkpoint. `counts` and `bits` are what
+tests/golden.json keeps of it, and `oracle` trains the same without dzero.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import reference
 import small_decoders
 import torch
 import torch.distributed as dist
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dzero
+from dzero import testing
 
 LR, CLIP = 3e-3, 0.5
 SCALE = {"init": 2.0**19, "growth_interval": 2, "hysteresis": 1}
@@ -106,19 +111,31 @@ class Record:
     Attributes:
         losses: Of each rank, of each step.
         norms: Of each step; None where the step was skipped.
+        scales: Loss scale of each step.
         states: Whole tensors of each parameter: `value`, and all that the optimizer keeps of it, as fp32 or integers.
         sent: Of each rank: calls and bytes of the last step, by phase, kind, axis and dtype.
+        expected: The same by the formulas.
         kept: Of each rank: bytes of parameters and of each state, between steps.
+        resting: Of each rank: bytes by kind, by the formulas.
+        tiers: Of each rank: bytes on the device, on the host and on disk.
         table: What the handle prints.
+        schedule: Lines of the offload schedule.
+        warned: What the run warned of.
         files: Digests of what the ranks wrote into a checkpoint at the end; the manifest has the time.
     """
 
     losses: list[list[float]]
     norms: list[float | None]
+    scales: list[float]
     states: dict[str, dict[str, Tensor]]
     sent: list[dict[str, list[int]]]
+    expected: list[dict[str, list[int]]]
     kept: list[dict[str, int]]
+    resting: list[dict[str, int]]
+    tiers: list[dict[str, int]]
     table: str
+    schedule: list[str]
+    warned: list[str]
     files: dict[str, str]
 
 
@@ -131,21 +148,23 @@ def recorded(pool: Pool, name: str) -> Record:
         run = RUNS[name]
         with TemporaryDirectory() as folder:
             of_ranks = pool.run(train, run.ranks, run, folder)
-        first = of_ranks[0]
-        _made[name] = Record(
-            losses=[each["losses"] for each in of_ranks],
-            norms=first["norms"],
-            states=first["states"],
-            sent=[each["sent"] for each in of_ranks],
-            kept=[each["kept"] for each in of_ranks],
-            table=first["table"],
-            files=first["files"],
-        )
+        whole = {key: of_ranks[0][key] for key in ("norms", "scales", "states", "table", "schedule", "warned", "files")}
+        by_rank = {
+            key: [each[key] for each in of_ranks] for key in ("losses", "sent", "expected", "kept", "resting", "tiers")
+        }
+        _made[name] = Record(**whole, **by_rank)
     return _made[name]
 
 
 def train(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
     """The worker's side."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = _trained(rank, ranks, run, folder)
+    return found | {"warned": [f"{each.category.__name__}: {each.message}" for each in warned]}
+
+
+def _trained(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
     disk = {"disk": dzero.DiskConfig(paths=[folder], block_bytes=8192)} if "disk" in run.offload.values() else {}
     sharded = dzero.shard(
         small_decoders.build(run.net),
@@ -156,7 +175,7 @@ def train(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
         microbatches=run.microbatches,
     )
     optim = optimizer(run, sharded)
-    losses, norms = [], []
+    losses, norms, scales = [], [], []
     for of_step in small_decoders.batches(run.net, steps=run.steps, ranks=ranks, microbatches=run.microbatches):
         sharded.ledger.take()
         losses.append(0.0)
@@ -165,13 +184,12 @@ def train(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
                 loss = small_decoders.loss_fn(sharded.model, batch) / run.microbatches
                 optim.scale_loss(loss).backward()
             losses[-1] += loss.item()
+        scales.append(optim.grad_scale)
         optim.step()
         norms.append(optim.last_decision.norm if optim.last_decision.finite else None)
     optim.synchronize()
-    sent = {
-        " ".join((entry.phase, entry.kind, entry.axis, entry.dtype)): [traffic.calls, traffic.sent_bytes]
-        for entry, traffic in sharded.ledger.take().items()
-    }
+    sent = _by_words(sharded.ledger.take())
+    expected = _by_words(testing.expected_traffic(sharded) | testing.expected_decision(sharded) | optim.traffic)
     params = sharded.named_params()
     states = {name: {"value": param, **optim.state.get(param, {})} for name, param in params.items()}
     kept: dict[str, int] = {}
@@ -186,14 +204,26 @@ def train(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
     return {
         "losses": losses,
         "norms": norms,
+        "scales": scales,
         "states": {
             name: {key: whole(value) for key, value in of_param.items() if isinstance(value, Tensor)}
             for name, of_param in states.items()
         },
         "sent": sent,
+        "expected": expected,
         "kept": kept,
+        "resting": testing.resting_bytes(sharded),
+        "tiers": testing.bytes_on_tiers(optim),
+        "schedule": testing.schedule(optim),
         "table": repr(sharded).replace(folder, "FOLDER"),
         "files": files_of(Path(folder, "saved")) if rank == 0 else {},
+    }
+
+
+def _by_words(sent: Mapping[testing.Entry, testing.Traffic]) -> dict[str, list[int]]:
+    return {
+        " ".join((entry.phase, entry.kind, entry.axis, entry.dtype)): [traffic.calls, traffic.sent_bytes]
+        for entry, traffic in sent.items()
     }
 
 
@@ -236,7 +266,9 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
 
 def counts(record: Record) -> dict[str, Any]:
     """What golden.json has of a run that no processor and no release of torch changes."""
-    return {"sent": record.sent, "kept": record.kept, "table": digest(record.table.encode())}
+    schedule = "\n".join(record.schedule)
+    kept = {"sent": record.sent, "kept": record.kept, "tiers": record.tiers}
+    return kept | {"table": digest(record.table.encode()), "schedule": digest(schedule.encode())}
 
 
 def bits(record: Record) -> dict[str, Any]:
@@ -248,6 +280,46 @@ def bits(record: Record) -> dict[str, Any]:
         "states": {key: digest_of({n: s[key] for n, s in record.states.items() if key in s}) for key in keys},
         "files": digest(json.dumps(record.files, sort_keys=True).encode()),
     }
+
+
+FOLLOWED = {"param", "master", "reduce"}
+"""Settings of precision that the oracle knows; what moves in codes, or is summed by the backend, is not to the bit."""
+
+
+def has_oracle(run: Run) -> bool:
+    """Whether reference.py does the arithmetic of the run."""
+    exact = run.precision.get("reduce") != "int8" and "reduction" not in run.zero
+    return exact and run.rule == "adamw" and run.precision.keys() <= FOLLOWED and run.replicate == 1
+
+
+def oracle(run: Run) -> reference.History:
+    """The same run without dzero, to the bit; its first moments are `exp_avg`, its second ones `exp_avg_sq`."""
+    working, several = DTYPES[run.precision.get("param", "bf16")], run.microbatches > 1
+    delayed = run.offload.get("overlap") == "delayed"
+    return reference.train(
+        lambda: small_decoders.build(run.net),
+        small_decoders.batches(run.net, steps=run.steps, ranks=run.ranks, microbatches=run.microbatches),
+        small_decoders.loss_fn,
+        lrs=[LR] * run.steps,
+        numerics=reference.Numerics(
+            working=working,
+            wire=torch.float32 if "reduce" in run.precision else working,
+            grad=torch.float32 if several else working,
+            early=run.stage >= 2 and several,
+        ),
+        clip=CLIP,
+        loss_scale=reference.LossScale(**SCALE) if working == torch.float16 else None,
+        sum_squares=reference.sum_squares_in_lanes,
+        delay_after=run.offload["delay_warmup_steps"] if delayed else None,
+    )
+
+
+def master_of(states: Mapping[str, Tensor]) -> Tensor:
+    """The fp32 master among a parameter's states, put together by integer arithmetic for the remainder."""
+    if "master" in states or "remainder" not in states:
+        return states.get("master", states["value"])
+    bits = (states["value"].view(torch.int16).long() * 65536 + states["remainder"].long()) & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
 def arithmetic(rank: int, ranks: int) -> str:
