@@ -6,6 +6,7 @@ import sys
 
 import fragmentation
 import pytest
+from rank_cases import scenario_of
 from simulator.allocations import (
     Allocation,
     Event,
@@ -21,19 +22,14 @@ from simulator.scenario import Scenario
 from simulator.simulate import simulate
 from simulator.storage_meter import Where
 
-from dzero import ZeroConfig
-from dzero.models.config import ModelConfig
-from dzero.parallel.config import BlockConfig
-
 MIB = 1 << 20
-HIDDEN, LAYERS, RANKS = 64, 3, 4
+HIDDEN, LAYERS = 64, 3
 
 
 @pytest.fixture(scope="module")
 def scenario() -> Scenario:
-    model = ModelConfig(vocab_size=256, hidden_size=HIDDEN, layers=LAYERS, heads=4, kv_heads=2, ffn_size=128)
-    block = BlockConfig(activation_checkpoint="full")
-    return Scenario(model=model, ranks=RANKS, sequences=1, tokens=32, zero=ZeroConfig(stage=3), block=block)
+    given = {"ranks": 4, "sequences": 1, "tokens": 32, "stage": 3, "device_type": "cuda"}
+    return scenario_of(model={"layers": LAYERS}, block={"activation_checkpoint": "full"}, **given)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +87,7 @@ def test_replays_by_hand() -> None:
     assert smallest_device(trace, expandable=False, step=1) == (32 * MIB, 0)
 
 
+@pytest.mark.full("tests/simulator/test_allocations.py::test_replays_by_hand")
 def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["fragmentation.py", "--smoke"])
     fragmentation.main()
