@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import offload_lanes
 import small_decoders
 import torch
 from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, unequal
 
-from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig
-from dzero.offload.schedule import ActionKey
-from dzero.zero.offload_config import KINDS, TIERS
+from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig, testing
 
+KINDS = ("param", "grad", "master", "moments")
+TIERS = ("device", "host", "disk")
 STEPS = 14
 POISONED_STEP = 6
 SPIKES = (2, 10, 11)  # steps with gradients 30 times as large, which max_norm clips
@@ -99,7 +100,7 @@ def offload_of(cell: Cell, paths: Sequence[Path] = ()) -> OffloadConfig:
 
 
 def on_disk(offload: OffloadConfig, paths: Sequence[Path]) -> OffloadConfig:
-    if "disk" not in map(offload.tier, KINDS):
+    if "disk" not in (getattr(offload, kind) for kind in KINDS):
         return offload
     weights = [1.0, 2.0][: len(paths)]
     disk = DiskConfig(paths=[str(path) for path in paths], weights=weights, block_bytes=8192)
@@ -107,7 +108,7 @@ def on_disk(offload: OffloadConfig, paths: Sequence[Path]) -> OffloadConfig:
 
 
 def run(
-    cell: Cell, rank: int, offload: OffloadConfig | None, steps: int, before: Callable[[ActionKey], None] | None = None
+    cell: Cell, rank: int, offload: OffloadConfig | None, steps: int, before: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Train; on one step the last rank's gradients are not finite. before: called before every action."""
     precision = {"param": cell.precision} | (
@@ -122,7 +123,7 @@ def run(
         **precision,
     )
     optim = AdamW(sharded, lr=3e-3, max_norm=cell.max_norm, scaler=ScalerConfig(init=2.0**20, growth_interval=4))
-    optim.offload.executor.before = before
+    offload_lanes.before(optim, before)
     norms, losses, clipped = [], [], 0
     batches = small_decoders.batches(cell.net, steps=steps, ranks=cell.ranks, microbatches=cell.microbatches)
     for step, of_step in enumerate(batches):
@@ -142,9 +143,8 @@ def run(
     assert cell.max_norm is None or cell.precision == "fp16" or clipped == sum(step < steps for step in SPIKES)
     optim.synchronize()
     kept, params = snapshot(sharded, optim), params_of(sharded)
-    assert optim.offload.memory_pool.high_water_bytes == optim.offload.schedule.host_bytes
-    assert (optim.offload.schedule.host_bytes > 0) == (offload is not None)
-    optim.offload.executor.close()
+    assert offload_lanes.host_bytes(optim) == testing.bytes_on_tiers(optim)["host"]
+    assert (offload_lanes.host_bytes(optim) > 0) == (offload is not None)
     return {
         "losses": torch.tensor(losses, dtype=torch.float64),
         "norms": torch.tensor(norms, dtype=torch.float64).nan_to_num(-1.0),
@@ -160,7 +160,7 @@ def compare(
     """Keys that differ; skipped steps. paths: of the disk. seed: of random delays before every action."""
     chance = random.Random(None if seed is None else 1000 * seed + rank)
 
-    def delay(key: ActionKey) -> None:
+    def delay(action: str) -> None:
         time.sleep(chance.choice([0.0, 0.0, 0.0, 0.001, 0.01]))
 
     steps = STEPS if seed is None else POISONED_STEP + 2

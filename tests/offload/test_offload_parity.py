@@ -10,10 +10,24 @@ from typing import Any
 
 import pairwise
 import pytest
-from offload_parity import FACTORS, STRESSED, Cell, Family, allowed, check_family, compare, cost, name
+from offload_parity import (
+    FACTORS,
+    KINDS,
+    STRESSED,
+    Cell,
+    Family,
+    allowed,
+    check_family,
+    compare,
+    cost,
+    name,
+    on_disk,
+    run,
+)
 from pool import Pool
+from training_loops import unequal
 
-from dzero.zero.offload_config import KINDS
+from dzero import OffloadConfig
 
 COVER = pairwise.cover(FACTORS, allowed, cost=cost, tries=200)
 
@@ -27,7 +41,7 @@ def test_cover_has_every_pair_of_values() -> None:
     assert len(every) > 750
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("row", COVER, ids=name)
 def test_states_elsewhere_give_the_bits_of_the_device(pool: Pool, tmp_path: Path, row: dict[str, Any]) -> None:
     cell = Cell(**row)
@@ -66,6 +80,32 @@ def test_delays_change_no_bit(pool: Pool, tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6, 220))
 def test_delays_change_no_bit_at_length(pool: Pool, tmp_path: Path, seed: int) -> None:
     check_delays(pool, tmp_path, seed)
+
+
+ON_DISK = dict.fromkeys(("grad", "master", "moments"), "disk")
+BOUNDARIES = [
+    {**ON_DISK, "grad_fraction": 0.1},
+    {**ON_DISK, "grad_fraction": 0.85},
+    {**ON_DISK, "master_fraction": 0.5},
+    {**ON_DISK, "moments_fraction": 0.5},
+    {"moments": "disk", "master": "host", "master_fraction": 0.02},
+    {"moments": "disk", "master": "disk", "master_fraction": 0.02},
+    {"grad": "host", "grad_fraction": 0.5, "master": "disk", "moments": "disk"},
+]
+
+
+def compare_boundaries(rank: int, ranks: int, cell: Cell, paths: list[Path]) -> list[list[str]]:
+    want = run(cell, rank, None, 4)
+    return [unequal(run(cell, rank, on_disk(OffloadConfig(**each), paths), 4), want) for each in BOUNDARIES]
+
+
+@pytest.mark.full("tests/offload/test_offload_parity.py::test_states_elsewhere_give_the_bits_of_the_device")
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_units_may_be_on_disk_in_part(pool: Pool, tmp_path: Path, microbatches: int) -> None:
+    """A part of each kind is on disk, and another part elsewhere."""
+    cell = Cell(**STRESSED, stage=2, microbatches=microbatches, overlap="forward", precision="bf16", ranks=2)
+    for differing in pool.run(compare_boundaries, 2, cell, [tmp_path]):
+        assert differing == [[]] * len(BOUNDARIES)
 
 
 HOST_FAMILIES = [
