@@ -160,6 +160,19 @@ def test_parameters_off_the_device_come_two_units_at_a_time() -> None:
     assert result.schedule.disk_bytes > 0
 
 
+def test_a_head_takes_the_turns_of_the_embedding_so_that_no_others_have_their_size() -> None:
+    """In host memory, which units on disk take in turns; ends of so many elements are units of their own."""
+    everything = OffloadConfig(**dict.fromkeys(("param", "grad", "master", "moments"), "disk"))
+    vocab, width = 1 << 16, 128
+    wide = {"vocab_size": vocab, "hidden_size": width, "layers": 3}
+    result = simulate(scenario_of(model=wide, stage=3, offload=everything))
+    sizes = {slot.name: slot.count for slot in result.schedule.slots}
+    for kind, itemsize in {"grad": 2, "master": 4, "moments": 8, "work": 2, "param": 2}.items():
+        turns = [sizes[f"{kind} turn {turn}"] for turn in range(3)]
+        assert turns[0] == itemsize * vocab * width // 2
+        assert max(turns[1:]) < turns[0] / 10
+
+
 @pytest.mark.parametrize("ranks", [1024, pytest.param(16384, marks=pytest.mark.slow)])
 def test_a_rank_of_thousands_moves_what_the_table_says(ranks: int) -> None:
     """The small model: most of its shards are empty. `simulate` itself holds the ledger against the table."""
