@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from small_runs import ROOT, SMALL, write_text
 
-CASES = Path(__file__).parent / "disk_cases.py"
+CASES = Path(__file__).parent / "inside" / "disk_cases.py"
 MIB = 1 << 20
 DISKS = ("first", "second")
 
@@ -43,7 +43,7 @@ def test_each_device_moves_its_part_past_the_page_cache(disks: list[str], tmp_pa
         assert ours <= written <= 1.05 * ours
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/offload/test_block_devices.py::test_each_device_moves_its_part_past_the_page_cache")
 def test_a_run_with_states_on_two_devices_has_the_losses_of_one_without(disks: list[str], tmp_path: Path) -> None:
     data = write_text(tmp_path / "words.txt")
     paths = ",".join(str(tmp_path / name) for name in DISKS)

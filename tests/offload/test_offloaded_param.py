@@ -131,7 +131,7 @@ def test_nothing_rests_on_the_device_and_every_gather_fetches_once(pool: Pool, r
 
 BUILD = """
 import ctypes
-ctypes.CDLL(None).mallopt(-3, 65536)  # as MALLOC_MMAP_THRESHOLD_ of a fresh process: what is freed is given back at once
+ctypes.CDLL(None).mallopt(-3, 65536)  # as MALLOC_MMAP_THRESHOLD_ of a fresh process: freed memory is given back
 import torch, torch.distributed as dist
 from torch import nn
 from dzero import AdamW, OffloadConfig, ZeroConfig, shard, testing
