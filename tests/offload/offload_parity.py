@@ -14,9 +14,9 @@ import offload_lanes
 import small_decoders
 import torch
 from pool import Pool
-from training_loops import params_of, sharded_net, snapshot, unequal
+from training_loops import params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig, testing
+from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig, Sharded, testing
 
 KINDS = ("param", "grad", "master", "moments")
 TIERS = ("device", "host", "disk")
@@ -214,3 +214,23 @@ def check_family(pool: Pool, family: Family, paths: Sequence[Path] = ()) -> None
     for differing in pool.run(compare_family, family.ranks, family, paths, timeout_s=900):
         assert len(differing) == (21 if family.stage == 3 else 12)
         assert not any(differing.values()), differing
+
+
+def everything(path: Path | str, **changes: Any) -> OffloadConfig:
+    """Every state on disk, but for `changes`; units of few blocks."""
+    disk = DiskConfig(paths=[str(path)], block_bytes=8192)
+    return OffloadConfig(disk=disk, **(dict.fromkeys(KINDS, "disk") | changes))
+
+
+def end_of(sharded: Sharded, optim: AdamW, steps: int = 0) -> dict[str, torch.Tensor]:
+    """Parameters and states after so many more steps."""
+    train(sharded, optim, steps=steps)
+    optim.synchronize()
+    return {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
+
+
+def has_the_bits_of_the_device(pool: Pool, run: Any, ranks: int, offload: OffloadConfig, *args: Any) -> None:
+    """Hold what `run(rank, ranks, offload, *args)` gives on each rank against what it gives without offload."""
+    want = pool.run(run, ranks, None, *args)
+    for ours, theirs in zip(pool.run(run, ranks, offload, *args), want, strict=True):
+        assert unequal(ours, theirs) == []

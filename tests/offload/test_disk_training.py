@@ -5,61 +5,40 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import offload_lanes
 import pytest
 import small_decoders
 import torch
+from offload_parity import end_of, everything, has_the_bits_of_the_device
 from pool import Pool
 from small_runs import write_text
 from torch import Tensor
 from train_runs import SECONDS, running
-from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
+from training_loops import backward, sharded_net, train, unequal
 from typed_commands import refused, typed
 
-from dzero import AdamW, DiskConfig, DiskError, OffloadConfig, OffloadError, Sharded, shard
+from dzero import AdamW, DiskError, OffloadConfig, OffloadError, shard
 
-KINDS = ("param", "grad", "master", "moments")
 FLIPPED = "tests/offload/test_disk_training.py::test_flipped_bits_stop_the_step_with_their_place"
 
 
-def everything(path: Path | str, **changes: Any) -> OffloadConfig:
-    """Every state on disk, but for `changes`; units of few blocks."""
-    disk = DiskConfig(paths=[str(path)], block_bytes=8192)
-    return OffloadConfig(disk=disk, **(dict.fromkeys(KINDS, "disk") | changes))
-
-
-def end_of(sharded: Sharded, optim: AdamW) -> dict[str, Tensor]:
-    optim.synchronize()
-    return {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
-
-
-def has_the_bits_of_the_device(pool: Pool, run: Any, ranks: int, offload: OffloadConfig, *args: Any) -> None:
-    want = pool.run(run, ranks, None, *args)
-    for ours, theirs in zip(pool.run(run, ranks, offload, *args), want, strict=True):
-        assert unequal(ours, theirs) == []
-
-
 def scratch_files(pid: int | str, path: Path | str) -> list[Path]:
-    """A process's open files below a path; scratch files have no name there any more."""
+    """A process's open files in the folder `path` that have no name any more, as scratch files."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
-            if re.fullmatch(rf"{path}/dzero-\d+-\d+-[0-9a-f]{{16}}/data \(deleted\)", os.readlink(link)):
+            if re.fullmatch(rf"{path}/.* \(deleted\)", os.readlink(link)):
                 found.append(link)
     return found
 
 
 def flip(path: str) -> None:
-    """Turn over a bit of each 512 bytes of this process's scratch files, through the page cache, as a stranger would."""
+    """Turn over a bit in each 512 bytes of own scratch files, through the page cache, as a stranger would."""
     files = scratch_files("self", path)
     assert files
     for link in files:
@@ -71,7 +50,7 @@ def flip(path: str) -> None:
             file.write(content)
 
 
-def flipped(rank: int, ranks: int, path: str) -> list[DiskError]:
+def flipped(rank: int, ranks: int, path: str) -> list[tuple[str, str]]:
     """What two steps raise after it, with their causes."""
     sharded = sharded_net("even", stage=3, offload=everything(path))
     optim = AdamW(sharded, lr=1e-2)
@@ -81,8 +60,7 @@ def flipped(rank: int, ranks: int, path: str) -> list[DiskError]:
     told = []
     for _ in range(2):
         with pytest.raises(OffloadError) as error:
-            train(sharded, optim, steps=1)
-            optim.synchronize()
+            end_of(sharded, optim, steps=1)
         cause: BaseException | None = error.value
         while cause is not None and not isinstance(cause, DiskError):
             cause = cause.__cause__
@@ -250,83 +228,6 @@ def test_optimizer_states_are_saved_and_loaded_like_any_others(pool: Pool, tmp_p
     assert pool.run(loaded, 2, str(tmp_path / "scratch"), tmp_path) == [[], []]
 
 
-DYING = f"""
-import sys, time
-sys.path.append({str(Path(__file__).parents[1] / "support")!r})
-import torch.distributed as dist
-import offload_lanes
-from training_loops import sharded_net, train
-from dzero import AdamW, DiskConfig, OffloadConfig
-
-rank, folder, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", store=dist.FileStore(folder + "/meet", 2), rank=rank, world_size=2)
-offload = OffloadConfig(**dict.fromkeys({KINDS}, "disk"), disk=DiskConfig(paths=[path], block_bytes=8192))
-sharded = sharded_net("even", stage=3, offload=offload)
-optim = AdamW(sharded)
-train(sharded, optim, steps=2)
-optim.synchronize()
-
-def spilling(action):
-    if action.startswith("SPILL states"):
-        open(f"{{folder}}/spilling{{rank}}", "w").close()
-        time.sleep(120 if rank else 0.0)
-
-offload_lanes.before(optim, spilling)
-train(sharded, optim, steps=1000)
-"""
-
-
-def flawless(rank: int, ranks: int, path: str) -> None:
-    sharded = sharded_net("even", stage=3, offload=everything(path))
-    optim = AdamW(sharded)
-    train(sharded, optim, steps=1)
-    optim.synchronize()
-
-
-@pytest.mark.full(
-    "tests/offload/inside/test_inside_disk_store.py::"
-    "test_a_killed_process_gives_its_space_back_at_once_and_its_directory_at_the_next_start"
-)
-def test_a_rank_killed_while_it_spills_ends_the_run_and_the_next_start_cleans_up(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "scratch"
-    path.mkdir()
-    line = [sys.executable, "-c", DYING]
-    ranks = [
-        subprocess.Popen([*line, str(rank), str(tmp_path), str(path)], stderr=subprocess.PIPE) for rank in range(2)
-    ]
-    until = time.monotonic() + 120
-    while not (tmp_path / "spilling1").exists():
-        assert time.monotonic() < until, [rank.communicate()[1] for rank in ranks if rank.poll() is not None]
-        time.sleep(0.05)
-    assert len(os.listdir(path)) == 2
-    ranks[1].send_signal(signal.SIGKILL)
-    _, told = ranks[0].communicate(timeout=120)
-    ranks[1].communicate(timeout=120)
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert ranks[0].returncode not in (0, None)
-    assert b"Error" in told
-    left = os.listdir(path)
-    assert len(left) == 1, "rank 0 ended by itself, rank 1 could not"
-    pool.run(flawless, 2, str(path))
-    assert not set(left) & set(os.listdir(path))
-
-
-def slowly(rank: int, ranks: int, offload: OffloadConfig | None, slow: str) -> dict[str, Tensor]:
-    """A disk that takes its time, in one direction."""
-    sharded = sharded_net("even", stage=3, offload=offload, microbatches=2)
-    optim = AdamW(sharded, lr=1e-2, max_norm=0.5)
-    offload_lanes.slow(optim, slow, seconds=0.03)
-    train(sharded, optim, steps=3)
-    return end_of(sharded, optim)
-
-
-@pytest.mark.full("tests/offload/test_offload_parity.py::test_delays_change_no_bit")
-@pytest.mark.parametrize("slow", ["LOAD", "SPILL"])
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-def test_a_slow_disk_changes_no_bit(pool: Pool, tmp_path: Path, slow: str, overlap: str) -> None:
-    has_the_bits_of_the_device(pool, slowly, 2, everything(tmp_path, overlap=overlap), slow)
-
-
 def unusable(rank: int, ranks: int, offloads: list[OffloadConfig]) -> list[str]:
     said = []
     for offload in offloads:
@@ -350,7 +251,7 @@ def test_paths_that_cannot_be_used_are_told_before_the_first_step(pool: Pool, tm
             (text,) = pool.run(unusable, 1, [replace(everything(path), **changes)])[0]
             assert told in text
             assert str(path) in text
-    assert os.listdir(tmp_path / "real") == []
+    assert list((tmp_path / "real").iterdir()) == []
 
 
 def test_the_command_line_prints_speeds_and_tells_a_wrong_path_in_one_line(tmp_path: Path) -> None:

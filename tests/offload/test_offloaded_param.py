@@ -11,26 +11,24 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import offload_lanes
-import parity_cells
+import offload_parity
 import pytest
 import small_decoders
 import torch
 import torch.distributed.checkpoint as dcp
-from parity_cells import Cell
+from offload_parity import KINDS, end_of, has_the_bits_of_the_device
 from pool import Pool
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, DiskConfig, OffloadConfig, testing
+from dzero import AdamW, OffloadConfig, testing
 
-KINDS = ("param", "grad", "master", "moments")
 ALL: dict[str, Any] = dict.fromkeys(KINDS, "host")
 HERE = "tests/offload/test_offloaded_param.py::"
 
@@ -38,9 +36,7 @@ HERE = "tests/offload/test_offloaded_param.py::"
 @pytest.fixture(params=["host", "disk"])
 def everything(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadConfig:
     """Every state in host memory, or on disk."""
-    if request.param == "host":
-        return OffloadConfig(**ALL)
-    return OffloadConfig(**dict.fromkeys(KINDS, "disk"), disk=DiskConfig(paths=[str(tmp_path)], block_bytes=8192))
+    return OffloadConfig(**ALL) if request.param == "host" else offload_parity.everything(tmp_path)
 
 
 def everywhere(first: tuple[str, int]) -> pytest.MarkDecorator:
@@ -49,20 +45,6 @@ def everywhere(first: tuple[str, int]) -> pytest.MarkDecorator:
     cases = [(tier, ranks) for tier in ("host", "disk") for ranks in (2, 1)]
     marked = [pytest.param(*case, marks=() if case == first else full) for case in cases]
     return pytest.mark.parametrize(("everything", "ranks"), marked, indirect=["everything"])
-
-
-Run = Callable[[int, int, OffloadConfig | None], dict[str, torch.Tensor]]
-
-
-def has_the_bits_of_the_device(pool: Pool, run: Run, ranks: int, offload: OffloadConfig) -> None:
-    want = pool.run(run, ranks, None)
-    for ours, theirs in zip(pool.run(run, ranks, offload), want, strict=True):
-        assert unequal(ours, theirs) == []
-
-
-def end_of(sharded: Any, optim: AdamW) -> dict[str, torch.Tensor]:
-    optim.synchronize()
-    return {**snapshot(sharded, optim), **{f"whole {name}": p for name, p in params_of(sharded).items()}}
 
 
 def like_any_other(rank: int, ranks: int, offload: OffloadConfig) -> None:
@@ -188,23 +170,6 @@ def ahead(rank: int, ranks: int) -> list[bool]:
 
 def test_the_next_unit_comes_while_this_one_computes(pool: Pool) -> None:
     assert pool.run(ahead, 2) == [[True], [True]]
-
-
-DELAYED = [
-    Cell(stage=3, precision="bf16", microbatches=1, master="remainder", net="uneven", ranks=2),
-    Cell(stage=3, precision="fp32", microbatches=4, master="fp32", net="tied", ranks=2),
-    Cell(stage=3, precision="fp16", microbatches=1, master="fp32", net="frozen", ranks=1),
-]
-
-
-@pytest.mark.full("tests/offload/test_overlap.py::test_delayed_is_the_one_step_stale_reference_to_the_bit")
-@pytest.mark.parametrize("cell", DELAYED, ids=str)
-def test_delayed_updates_wait_with_their_values(pool: Pool, cell: Cell, everything: OffloadConfig) -> None:
-    if everything.master == "disk" and cell.precision == "fp32":
-        everything = replace(everything, master="host", moments="host")  # the other is refused
-    offload = replace(everything, overlap="delayed", delay_warmup_steps=3)
-    result, (late,) = parity_cells.train_beside_oracles(pool, cell, offload, delays=(3,))
-    assert parity_cells.differences(result, late) == []
 
 
 def read_and_written(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, torch.Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import parity_cells
 import pytest
 import small_decoders
 import torch
+from offload_parity import everything
 from parity_cells import Cell
 from pool import Pool
 from torch import nn
@@ -27,26 +26,29 @@ EARLY = OffloadConfig(**HOST, overlap="backward")
 UNITS = 4
 """Of the net: three blocks and the root."""
 DELAYED = [
-    Cell(stage=2, precision="bf16", microbatches=1, master="remainder", net="uneven", ranks=2),
-    Cell(stage=3, precision="fp16", microbatches=1, master="fp32", net="even", ranks=2),
-    Cell(stage=1, precision="fp32", microbatches=4, master="fp32", net="frozen", ranks=2),
-    Cell(stage=0, precision="bf16", microbatches=1, master="fp32", net="tied", ranks=2),
-    Cell(stage=2, precision="bf16", microbatches=4, master="fp32", net="even", ranks=4),
+    (Cell(stage=2, precision="bf16", microbatches=1, master="remainder", net="uneven", ranks=2), "states on host"),
+    (Cell(stage=3, precision="fp16", microbatches=1, master="fp32", net="even", ranks=2), "states on host"),
+    (Cell(stage=1, precision="fp32", microbatches=4, master="fp32", net="frozen", ranks=2), "states on host"),
+    (Cell(stage=0, precision="bf16", microbatches=1, master="fp32", net="tied", ranks=2), "states on host"),
+    (Cell(stage=2, precision="bf16", microbatches=4, master="fp32", net="even", ranks=4), "states on host"),
+    (Cell(stage=3, precision="bf16", microbatches=1, master="remainder", net="uneven", ranks=2), "all on disk"),
+    (Cell(stage=3, precision="fp32", microbatches=4, master="fp32", net="tied", ranks=2), "all on host"),
+    (Cell(stage=3, precision="fp16", microbatches=1, master="fp32", net="frozen", ranks=1), "all on disk"),
 ]
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize(
-    ("cell", "warmup"),
-    [
-        pytest.param(cell, warmup, id=f"{cell}-{warmup}", marks=[] if (index + late) % 2 == 0 else pytest.mark.slow)
-        for (index, cell), (late, warmup) in itertools.product(enumerate(DELAYED), enumerate((3, 0)))
-    ],
-)
-def test_delayed_is_the_one_step_stale_reference_to_the_bit(pool: Pool, cell: Cell, warmup: int) -> None:
-    offload = OffloadConfig(**HOST, overlap="delayed", delay_warmup_steps=warmup)
-    result, (late, prompt) = parity_cells.train_beside_oracles(pool, cell, offload, delays=(warmup, None))
-    assert parity_cells.differences(result, late) == []
+@pytest.mark.parametrize("warmup", [3, 0])
+@pytest.mark.parametrize(("cell", "where"), DELAYED, ids=str)
+def test_delayed_is_the_one_step_stale_reference_to_the_bit(
+    pool: Pool, tmp_path: Path, cell: Cell, where: str, warmup: int
+) -> None:
+    """Also where gathers fetch the parameters: they get those of the step before."""
+    late = {"overlap": "delayed", "delay_warmup_steps": warmup}
+    hosted = HOST if where == "states on host" else {**HOST, "param": "host"}
+    offload = everything(tmp_path, **late) if where == "all on disk" else OffloadConfig(**hosted, **late)
+    result, (stale, prompt) = parity_cells.train_beside_oracles(pool, cell, offload, delays=(warmup, None))
+    assert parity_cells.differences(result, stale) == []
     assert parity_cells.differences(result, prompt) != []
 
 
@@ -102,27 +104,6 @@ def test_backward_updates_early_what_the_undo_budget_allows_until_clipping_is_fr
     (tight,) = pool.run(actions, 1, None, 300_000)
     assert 0 < tight["ahead"] < 6 * UNITS
     assert tight["ahead"] + tight["update"] == 6 * UNITS
-
-
-def held_up(rank: int, ranks: int, max_norm: float | None) -> list[str]:
-    """What differs from the device's run in a step whose early updates are held up until it is decided."""
-    decided = threading.Event()
-    ends = []
-    for offload in (EARLY, None):
-        sharded = sharded_net("even", offload=offload)
-        optim = AdamW(sharded, lr=1e-2, max_norm=max_norm)
-        offload_lanes.before(optim, lambda action: decided.wait(120) if " ahead " in action else None)
-        backward(sharded, optim, small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank])
-        optim.step()
-        decided.set()
-        optim.synchronize()
-        ends.append(snapshot(sharded, optim))
-    return unequal(*ends)
-
-
-@pytest.mark.parametrize("max_norm", [None, 1e-3])
-def test_an_early_update_that_begins_after_the_decision_follows_it(pool: Pool, max_norm: float | None) -> None:
-    assert pool.run(held_up, 2, max_norm) == [[], []]
 
 
 def states_of(sharded: Sharded, optim: Any) -> dict[str, torch.Tensor]:
@@ -294,32 +275,6 @@ def test_what_lives_where_is_told(pool: Pool) -> None:
     pool.run(introduced, 1)
 
 
-def dropped(rank: int, ranks: int, stage: int) -> bool:
-    """A model is used after its optimizer is gone, with every copy to the device late; then it gets another one."""
-    losses = []
-    for waits in (True, False):
-        sharded = sharded_net("even", stage=stage, offload=OffloadConfig(**HOST))
-        optim = AdamW(sharded, lr=1e-2)
-        offload_lanes.slow(optim, "FETCH", seconds=0.05)
-        train(sharded, optim, steps=2)
-        if waits:
-            optim.synchronize()
-        del optim
-        batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1, seed=7)[0][rank][0]
-        with torch.no_grad():
-            losses.append(small_decoders.loss_fn(sharded.model, batch).item())
-        other = AdamW(sharded)
-        train(sharded, other, steps=1)
-        other.synchronize()
-    return losses[0] == losses[1]
-
-
-@pytest.mark.full("tests/offload/test_offloaded_param.py::test_a_model_lives_without_its_optimizer_and_with_another")
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 3)])
-def test_a_model_outlives_its_optimizer(pool: Pool, ranks: int, stage: int) -> None:
-    assert pool.run(dropped, ranks, stage) == [True] * ranks
-
-
 def saved(rank: int, ranks: int) -> None:
     """Host states in torch.save, deepcopy, and through a submodule's state dict."""
     sharded = sharded_net("uneven", offload=OffloadConfig(**HOST))
@@ -350,29 +305,3 @@ def saved(rank: int, ranks: int) -> None:
 
 def test_host_states_are_saved_and_copied_like_any_others(pool: Pool) -> None:
     pool.run(saved, 2)
-
-
-def across_tiers(rank: int, ranks: int) -> list[str]:
-    """fp32 states saved on one tier and loaded on the other go on with the same bits."""
-    wrong = []
-    for first, second in ((None, OffloadConfig(**HOST)), (OffloadConfig(**HOST), None)):
-        ends = []
-        for later in (first, second):
-            sharded = sharded_net("even", offload=first, param="fp32")
-            optim = AdamW(sharded, lr=1e-2)
-            train(sharded, optim, steps=2)
-            model, states = sharded.model.state_dict(), optim.state_dict()
-            resumed = sharded_net("even", offload=later, param="fp32", seed=5)
-            other = AdamW(resumed, lr=1e-2)
-            resumed.model.load_state_dict(model)
-            other.load_state_dict(states)
-            train(resumed, other, steps=2, seed=3)
-            other.synchronize()
-            ends.append(snapshot(resumed, other))
-        wrong += unequal(*ends)
-    return wrong
-
-
-@pytest.mark.full("tests/offload/test_disk_training.py::test_optimizer_states_are_saved_and_loaded_like_any_others")
-def test_fp32_states_move_between_tiers(pool: Pool) -> None:
-    assert pool.run(across_tiers, 2) == [[], []]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
-import os
 import random
 import time
 from collections.abc import Callable
@@ -19,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_loops import unequal
 
-from dzero import DiskConfig, DiskError, OffloadError
+from dzero import DiskConfig, DiskError
 from dzero.offload import activation_pool, scratch_dir
 from dzero.offload.activation_pool import ActivationPool, ActivationSlot
 from dzero.offload.activations import ActivationOffload
 from dzero.offload.disk import DiskStore
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import HostMemoryPool
-from dzero.offload.schedule import ActionKey, OffloadSchedule
+from dzero.offload.schedule import OffloadSchedule
 
 PAGE = 4096
 
@@ -89,29 +87,6 @@ def test_whatever_comes_and_goes_in_any_order_comes_back_as_it_was(tmp_path: Pat
     store.close()
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("count", [2, 5, 9])
-def test_only_what_has_no_room_goes_to_disk_and_comes_back_once(tmp_path: Path, ahead: int, count: int) -> None:
-    pool, executor, store = rooms(tmp_path, ahead)
-    for _ in range(2):
-        sources = inputs(count)
-        activation_slots = [save(pool, source) for source in sources]
-        while activation_slots:  # as backward does: one is fetched, and those before it are loaded
-            assert torch.equal(
-                fetch(pool, activation_slots[-1], sources[len(activation_slots) - 1]),
-                sources[len(activation_slots) - 1],
-            )
-            pool.load(activation_slots[-2 : -2 - ahead : -1])
-            activation_slots.pop()
-        size, turns = 4 * PAGE, ahead + 2
-        use = moved(executor)
-        assert use.get("SPILL activation", 0) == max(0, count - turns + 1) * size
-        assert use.get("LOAD activation", 0) == max(0, count - turns) * size
-        assert pool.host_bytes == min(count, turns) * size
-        assert store.striping.file_bytes == (max(0, count - turns + 1) * size,)
-    store.close()
-
-
 def test_what_is_dropped_before_it_had_to_leave_is_never_written(tmp_path: Path) -> None:
     pool, executor, store = rooms(tmp_path)
     for source in inputs(20):
@@ -119,42 +94,6 @@ def test_what_is_dropped_before_it_had_to_leave_is_never_written(tmp_path: Path)
     assert moved(executor).keys() == {"EVICT"}
     assert (len(pool.seat_bytes), store.sizes) == (1, {})
     store.close()
-
-
-def test_a_host_slot_grows_with_its_seats_and_keeps_what_waits(tmp_path: Path) -> None:
-    pool, executor, store = rooms(tmp_path)
-    small, large = inputs(4, 1024), inputs(4, 3 * 1024)
-    saved = [(save(pool, source), source) for source in [*small, *large]]
-    assert pool.host_bytes == executor.schedule.host_bytes == 3 * 3 * PAGE
-    assert all(torch.equal(fetch(pool, slot, source), source) for slot, source in saved)
-    del saved
-    saved = [(save(pool, source), source) for source in inputs(8, 2048)]  # four free seats fit, four are made larger
-    assert sorted(pool.seat_bytes.values()) == 4 * [2 * PAGE] + 4 * [3 * PAGE]
-    assert all(torch.equal(fetch(pool, slot, source), source) for slot, source in saved)
-    store.close()
-
-
-@pytest.mark.parametrize("kind", ["SPILL", "LOAD"])
-def test_a_disk_that_fails_is_told_where_the_activation_is_fetched(tmp_path: Path, kind: str) -> None:
-    pool, executor, store = rooms(tmp_path)
-    if kind == "SPILL":
-
-        def fail(key: ActionKey) -> None:
-            if key.kind == "SPILL" and key.unit == "0":
-                raise DiskError(errno.EIO, str(tmp_path), "the cable is out")
-
-        executor.before = fail
-    sources = inputs(4)
-    activation_slots = [save(pool, source) for source in sources]
-    if kind == "LOAD":
-        executor.drain()
-        block = store.striping.pieces["activation 0, 16384 bytes"][2]
-        with open(f"/proc/self/fd/{store.files[0].fd}", "r+b", buffering=0) as stranger:
-            os.pwrite(stranger.fileno(), b"scribble", block.offset)
-    with pytest.raises(OffloadError, match=f"{kind} activation 0 failed: ") as told:
-        fetch(pool, activation_slots[0], sources[0])
-    assert isinstance(told.value.__cause__, DiskError)
-    assert told.value.__cause__.errno == (errno.EIO if kind == "SPILL" else errno.EBADMSG)
 
 
 def test_a_full_disk_is_told_by_the_save_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,19 +107,6 @@ def test_a_full_disk_is_told_by_the_save_that_needs_it(tmp_path: Path, monkeypat
         torch.equal(fetch(pool, slot, want), want) for slot, want in zip((first, second), inputs(2), strict=True)
     )
     store.close()
-
-
-def test_nothing_is_left_when_nobody_refers_to_it(tmp_path: Path) -> None:
-    pool, executor, store = rooms(tmp_path)
-    activation_slots = [save(pool, source) for source in inputs(6)]
-    executor.drain()
-    assert len(os.listdir(tmp_path)) == 1
-    del pool, executor, store, activation_slots
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while os.listdir(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the disk's threads let the file go just after a transfer's end
-    assert os.listdir(tmp_path) == []
 
 
 class Root(nn.Module):

@@ -29,7 +29,7 @@ from dzero import DiskConfig, DiskError
 from dzero.offload import scratch_dir
 from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.disk_speed import DiskSpeed, bench, chosen, measure
+from dzero.offload.disk_speed import DiskSpeed, chosen
 from dzero.offload.disk_transfer import PieceTransfer
 from dzero.offload.memory_pool import HostMemoryPool, aligned
 from dzero.offload.scratch_dir import holders
@@ -82,25 +82,10 @@ SIZES = {"empty": 0, "one": 1, "page_less": PAGE - 1, "page": PAGE, "page_more":
 SIZES |= {"block": BLOCK, "blocks": 3 * BLOCK, "blocks_and_tail": 5 * BLOCK + 17}
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("direct", [True, False])
-def test_every_size_comes_back_and_nothing_beyond_it_is_touched(tmp_path: Path, count: int, direct: bool) -> None:
-    config, buffers = DiskConfig(paths=paths(tmp_path, count), block_bytes=BLOCK, direct=direct), Buffers()
-    with DiskStore(config, SIZES) as store:
-        written = {name: buffers.take(size, seed=size) for name, size in SIZES.items()}
-        for future in [store.write(name, data) for name, data in written.items()]:
-            future.result()
-        read = {name: buffers.take(size) for name, size in SIZES.items()}
-        for future in [store.read(name, data) for name, data in read.items()]:
-            future.result()
-        for name in SIZES:
-            assert torch.equal(read[name], written[name]), name
-        assert buffers.untouched()
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_read_is_what_was_written_last(tmp_path: Path, seed: int) -> None:
-    """Random sizes, paths, weights, threads; pieces rewritten in random order, many under way at a time."""
+    """Sizes at the edges of pages and blocks, and random ones; random paths, weights, threads; pieces rewritten in
+    random order, many under way at a time. Nothing beyond a buffer is touched."""
     draw = random.Random(seed)
     places = paths(tmp_path, draw.randint(1, 4))
     weights = [draw.uniform(0.3, 3) for _ in places]
@@ -111,7 +96,7 @@ def test_what_is_read_is_what_was_written_last(tmp_path: Path, seed: int) -> Non
         threads=draw.randint(1, 6),
         direct=draw.random() < 0.7,
     )
-    sizes = {f"p{index}": draw.randint(0, 30 * PAGE) for index in range(12)}
+    sizes = SIZES | {f"p{index}": draw.randint(0, 30 * PAGE) for index in range(8)}
     buffers = Buffers(16 << 20)
     into = {name: buffers.take(size) for name, size in sizes.items()}
     data = {name: buffers.take(size) for name, size in sizes.items()}
@@ -174,11 +159,6 @@ def test_a_store_without_room_for_more_stays_as_it_was(tmp_path: Path, monkeypat
         assert torch.equal(into, data)
 
 
-def test_a_store_of_nothing_says_where_it_will_be(tmp_path: Path) -> None:
-    with DiskStore(DiskConfig(paths=paths(tmp_path, 2), weights=[3, 1]), {}) as store:
-        assert f"{tmp_path}/disk0 (75%), {tmp_path}/disk1 (25%); direct I/O" in store.describe()
-
-
 def test_direct_io_is_really_on_where_the_file_system_has_it(tmp_path: Path) -> None:
     probe = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT)
     try:
@@ -196,14 +176,6 @@ def test_direct_io_is_really_on_where_the_file_system_has_it(tmp_path: Path) -> 
         warnings.simplefilter("error")  # asked for, not fallen back to
         with DiskStore(DiskConfig(paths=[str(tmp_path)], direct=False), {"a": 1}) as store:
             assert not fcntl.fcntl(store.files[0].fd, fcntl.F_GETFL) & os.O_DIRECT
-
-
-def test_space_is_reserved_in_real_blocks_before_anything_is_written(tmp_path: Path) -> None:
-    places = paths(tmp_path, 2)
-    with DiskStore(DiskConfig(paths=places, weights=[3, 1], block_bytes=BLOCK), {"a": 64 * BLOCK}) as store:
-        found = [os.fstat(file.fd) for file in store.files]
-    assert [stat.st_size for stat in found] == [48 * BLOCK, 16 * BLOCK]
-    assert all(stat.st_blocks * 512 >= stat.st_size for stat in found)
 
 
 def test_pages_moved_are_counted_exactly_and_seconds_do_not_overlap(tmp_path: Path) -> None:
@@ -308,21 +280,6 @@ def test_a_store_that_is_dropped_ends_after_what_was_started(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
-def test_speeds_are_measured_path_by_path_and_leave_nothing(tmp_path: Path) -> None:
-    places = paths(tmp_path, 2)
-    speeds = measure(DiskConfig(paths=places), sample_bytes=1 << 20, rounds=1)
-    assert [speed.path for speed in speeds] == places
-    assert all(speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0 for speed in speeds)
-    assert DiskSpeed("x", 1.0, 3.0).both_bytes_per_s == 1.5  # 2 bytes in 1 + 1/3 seconds
-    lines = list(bench(places, sample_bytes=1 << 20, rounds=1))
-    assert lines[0] == "1.00 MiB at a time, 18.0 MiB written to each path in all"  # 3 blocks x 3 threads x (1 + 1)
-    assert len(lines) == 2 + 2 * 9 + 3
-    assert lines[-1].startswith("settings: offload.disk.block_bytes=")
-    assert [os.listdir(path) for path in places] == [[], []]
-    with pytest.raises(ValueError, match="rounds=0, sample_bytes=1: both must be at least 1"):
-        measure(DiskConfig(paths=places), sample_bytes=1, rounds=0)
-
-
 def test_the_smallest_settings_that_are_nearly_best_are_chosen() -> None:
     def row(threads: int, *rates: float) -> tuple[DiskConfig, list[DiskSpeed]]:
         return DiskConfig(paths=["a", "b"], threads=threads), [DiskSpeed("ab"[i], r, r) for i, r in enumerate(rates)]
@@ -353,23 +310,6 @@ def test_every_byte_has_one_place_and_no_path_is_a_block_ahead_of_its_share(seed
             shares = [sum(held) * weight / sum(weights) for weight in weights]
             assert all(mine - share < block_bytes for mine, share in zip(held, shares, strict=True))
     assert striping.file_bytes == tuple(ends)
-
-
-@pytest.mark.parametrize("weights", [(3, 1), (1, 3), (2, 1, 1), (5, 2), (7, 4, 1)])
-def test_whole_weights_are_met_exactly_every_time_they_sum_up(weights: tuple[int, ...]) -> None:
-    period = sum(weights)
-    paths = [block.path for block in stripe({"a": 4 * period * PAGE}, PAGE, weights).pieces["a"]]
-    for start in range(0, len(paths), period):
-        counts = [paths[start : start + period].count(path) for path in range(len(weights))]
-        assert counts == list(weights)
-
-
-def test_impossible_sizes_and_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="piece 'a' has -1 bytes: must be 0 or more"):
-        stripe({"a": -1}, PAGE, [1.0])
-    for weight in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"weight {weight} of a path: must be a positive number"):
-            stripe({"a": 1}, PAGE, [1.0, weight])
 
 
 def start(*words: object, before: str = "") -> subprocess.Popen[str]:
