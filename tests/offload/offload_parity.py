@@ -181,39 +181,22 @@ def name(row: dict[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Cells that share their run on the device: every set of kinds on `tier`, the others on the device, and all
-    modes."""
-
-    tier: str
-    stage: int
-    microbatches: int
-    max_norm: float | None
-    ranks: int
-
-    def cells(self) -> list[Cell]:
-        rows = [
-            {**STRESSED, "stage": self.stage, "microbatches": self.microbatches, "max_norm": self.max_norm}
-            | {"precision": "bf16", "ranks": self.ranks, "overlap": overlap}
-            | dict(zip(KINDS, tiers, strict=True))
-            for tiers in itertools.product((self.tier, "device"), repeat=len(KINDS))
-            for overlap in ("forward", "step", "backward")
-        ]
-        return [Cell(**row) for row in rows if allowed(row)]
+def family(tier: str, stage: int, microbatches: int, max_norm: float | None, ranks: int) -> list[Cell]:
+    """Cells that share their run on the device: every set of kinds on `tier`, the others there, and all overlaps."""
+    shared = {"stage": stage, "microbatches": microbatches, "max_norm": max_norm, "precision": "bf16", "ranks": ranks}
+    tiers = itertools.product((tier, "device"), repeat=len(KINDS))
+    overlaps = ("forward", "step", "backward")
+    rows = [
+        {**STRESSED, **shared, "overlap": overlap, **dict(zip(KINDS, each, strict=True))}
+        for each, overlap in itertools.product(tiers, overlaps)
+    ]
+    return [Cell(**row) for row in rows if allowed(row)]
 
 
-def compare_family(rank: int, ranks: int, family: Family, paths: Sequence[Path] = ()) -> dict[str, list[str]]:
+def compare_family(rank: int, ranks: int, cells: list[Cell], paths: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Keys that differ, by cell."""
-    every = family.cells()
-    want = run(every[0], rank, None, STEPS)
-    return {name(asdict(cell)): unequal(run(cell, rank, offload_of(cell, paths), STEPS), want) for cell in every}
-
-
-def check_family(pool: Pool, family: Family, paths: Sequence[Path] = ()) -> None:
-    for differing in pool.run(compare_family, family.ranks, family, paths, timeout_s=900):
-        assert len(differing) == (21 if family.stage == 3 else 12)
-        assert not any(differing.values()), differing
+    want = run(cells[0], rank, None, STEPS)
+    return {name(asdict(cell)): unequal(run(cell, rank, offload_of(cell, paths), STEPS), want) for cell in cells}
 
 
 def everything(path: Path | str, **changes: Any) -> OffloadConfig:
