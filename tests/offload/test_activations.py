@@ -106,7 +106,7 @@ def compare(rank: int, ranks: int, offload: OffloadConfig, seed: int | None, how
 
 
 RUNS: dict[str, tuple[int, OffloadConfig | str, dict[str, Any]]] = {
-    "host, with states": (2, WITH_STATES, {"stage": 2, "microbatches": 4}),
+    "host, with states": (2, WITH_STATES, {"stage": 2, "microbatches": 2}),
     "disk": (1, "device", {"layers": DEEP}),
     "host, stage 0": (2, ALONE, {"stage": 0}),
     "host, stage 2": (2, ALONE, {"stage": 2}),

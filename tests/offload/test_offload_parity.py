@@ -40,7 +40,7 @@ def test_cover_has_every_pair_of_values() -> None:
     assert len(every) > 750
 
 
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("row", COVER, ids=name)
 def test_states_elsewhere_give_the_bits_of_the_device(pool: Pool, tmp_path: Path, row: dict[str, Any]) -> None:
     cell = Cell(**row)
@@ -69,8 +69,8 @@ def check_delays(pool: Pool, tmp_path: Path, seed: int) -> None:
         assert differing == [], cell
 
 
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("seed", [3, 0, 1, 2, 4, 5])
 def test_delays_change_no_bit(pool: Pool, tmp_path: Path, seed: int) -> None:
     check_delays(pool, tmp_path, seed)
 

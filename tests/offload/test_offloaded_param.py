@@ -221,48 +221,51 @@ def test_a_state_dict_may_be_loaded_at_any_moment(pool: Pool, ranks: int, everyt
         has_the_bits_of_the_device(pool, loaded_midway, ranks, replace(everything, overlap=overlap))
 
 
-def across(rank: int, ranks: int, folder: Path, everything: OffloadConfig) -> list[str]:
-    """Saved in one place, loaded into the other, in three ways; then both go on with the same bits."""
+def across(rank: int, ranks: int, folder: Path, everything: OffloadConfig, is_from_device: bool) -> list[str]:
+    """Saved in one place, loaded into the other, in three ways; then all go on with the same bits."""
     wrong = []
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    for first, second in ((everything, None), (None, everything)):
-        saving = sharded_net("uneven", stage=3, offload=first)
-        optim = AdamW(saving, lr=1e-2)
-        train(saving, optim, "uneven", steps=1)
-        states = saving.model.state_dict()
-        file = io.BytesIO()
-        torch.save(states, file)
-        file.seek(0)
-        whole = get_model_state_dict(saving.model, options=full)
-        place = folder / f"{first is None}"
-        dcp.save(states, checkpoint_id=place)
-        ends = []
-        for way in ("torch.load", "helpers", "dcp"):
-            loading = sharded_net("uneven", stage=3, offload=second, seed=4)
-            other = AdamW(loading, lr=1e-2)
-            train(loading, other, "uneven", steps=1, seed=8)
-            if way == "torch.load":
-                loading.model.load_state_dict(torch.load(file, weights_only=True))
-            elif way == "helpers":
-                set_model_state_dict(loading.model, whole if rank == 0 else {}, options=from_rank0)
-            else:
-                own = loading.model.state_dict()
-                dcp.load(own, checkpoint_id=place)
-                loading.model.load_state_dict(own)
-            wrong += [f"{way} {key}" for key in unequal(params_of(loading), params_of(saving))]
-            train(loading, other, "uneven", steps=1, seed=3)
-            other.synchronize()
-            ends.append(snapshot(loading, other))
-        wrong += unequal(ends[0], ends[1]) + unequal(ends[0], ends[2])
-        if everything.param == "host":
-            assert all(type(testing.local(v)) is torch.Tensor for v in states.values() if isinstance(v, DTensor))
+    first, second = (None, everything) if is_from_device else (everything, None)
+    saving = sharded_net("uneven", stage=3, offload=first)
+    optim = AdamW(saving, lr=1e-2)
+    train(saving, optim, "uneven", steps=1)
+    states = saving.model.state_dict()
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    whole = get_model_state_dict(saving.model, options=full)
+    place = folder / "saved"
+    dcp.save(states, checkpoint_id=place)
+    ends = []
+    for way in ("torch.load", "helpers", "dcp"):
+        loading = sharded_net("uneven", stage=3, offload=second, seed=4)
+        other = AdamW(loading, lr=1e-2)
+        train(loading, other, "uneven", steps=1, seed=8)
+        if way == "torch.load":
+            loading.model.load_state_dict(torch.load(file, weights_only=True))
+        elif way == "helpers":
+            set_model_state_dict(loading.model, whole if rank == 0 else {}, options=from_rank0)
+        else:
+            own = loading.model.state_dict()
+            dcp.load(own, checkpoint_id=place)
+            loading.model.load_state_dict(own)
+        wrong += [f"{way} {key}" for key in unequal(params_of(loading), params_of(saving))]
+        train(loading, other, "uneven", steps=1, seed=3)
+        other.synchronize()
+        ends.append(snapshot(loading, other))
+    wrong += unequal(ends[0], ends[1]) + unequal(ends[0], ends[2])
+    if everything.param == "host":
+        assert all(type(testing.local(v)) is torch.Tensor for v in states.values() if isinstance(v, DTensor))
     return wrong
 
 
 @pytest.mark.product(keep=1)
-def test_state_dicts_go_to_the_device_and_back(pool: Pool, tmp_path: Path, everything: OffloadConfig) -> None:
-    assert pool.run(across, 2, tmp_path, everything) == [[], []]
+@pytest.mark.parametrize("is_from_device", [False, True])
+def test_state_dicts_go_to_the_device_and_back(
+    pool: Pool, tmp_path: Path, everything: OffloadConfig, is_from_device: bool
+) -> None:
+    assert pool.run(across, 2, tmp_path, everything, is_from_device) == [[], []]
 
 
 def outlived(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, torch.Tensor]:

@@ -127,7 +127,7 @@ def held(rank: int, ranks: int, precision: dict[str, str], folder: str | None) -
     return [key for here, there in zip(taken[:2], taken[2:], strict=True) for key in unequal(here, there)]
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("precision", "params_on_disk"),
     [
@@ -181,6 +181,7 @@ def in_part(rank: int, ranks: int, by_group: bool) -> list[str]:
     return unequal(*ends)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("by_group", [False, True], ids=["without gradients", "in no group"])
 def test_a_unit_of_which_a_part_is_updated_keeps_the_states_of_the_rest(pool: Pool, by_group: bool) -> None:
     assert pool.run(in_part, 2, by_group) == [[], []]

@@ -176,7 +176,7 @@ def test_a_head_takes_the_turns_of_the_embedding_so_that_no_others_have_their_si
 @pytest.mark.parametrize("ranks", [1024, pytest.param(16384, marks=pytest.mark.slow)])
 def test_a_rank_of_thousands_moves_what_the_table_says(ranks: int) -> None:
     """The small model: most of its shards are empty. `simulate` itself holds the ledger against the table."""
-    result = simulate(scenario_of(model=blocks(12), stage=3, ranks=ranks, device_type="cuda", accumulate=2))
+    result = simulate(scenario_of(model=blocks(12), stage=3, ranks=ranks, device_type="cuda"))
     params = 12 * 9 + 3  # of 9 parameters a block and 3 of the root; in fp64, with a checksum
     if ranks * (1 + params) * 8 <= 4 << 20:
         control = {"all_gather": Traffic(1, (ranks - 1) * 8 * (1 + params))}
@@ -189,7 +189,7 @@ def test_a_rank_of_thousands_moves_what_the_table_says(ranks: int) -> None:
     assert {entry.kind: each for entry, each in result.traffic.items() if entry.phase == "control"} == control
     unsharded = [action.unit for action in result.actions if action.what == "unshard"]
     assert unsharded[:13] == ["root", *(f"layers.{index}" for index in range(12))]
-    assert len(unsharded) == 2 * (13 + 12)  # the root stays gathered for backward
+    assert len(unsharded) == 13 + 12  # the root stays gathered for backward
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

@@ -1,6 +1,6 @@
 """The lanes in which an optimizer moves and updates states off the device: watched, slowed, or made to fail.
 
-Tests reach them here alone. An action has a name such as "FETCH param layers.0": its kind, what it takes, of which unit.
+Tests reach them here alone. An action is named by its kind, what it takes, and its unit: "FETCH param layers.0".
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from scenarios import SCENARIOS, run
 from sites import PACKAGES, calls
 
 FEW = {
-    "one rank",
-    "stage 3, M=2",
     "host, one rank, M=2",
     "host all, backward",
     "disk",
@@ -21,6 +19,8 @@ FEW = {
 }
 """Scenarios for every run of the tests; before each landing come those that other kinds of waits need."""
 MORE = {
+    "one rank",
+    "stage 3, M=2",
     "native",
     "states over all, host",
     "states over all, M=2, native",
@@ -30,7 +30,6 @@ MORE = {
     "gathered ahead by hand",
 }
 NEEDED = {
-    "comm/reduction.py ExactReduction._average: work.wait",
     "offload/activations.py ActivationOffload._use: streams.record_stream",
     "offload/lane.py Lane.copy: streams.synchronize (hold)",
     "optim/column_upload.py ColumnUpload.send: streams.synchronize",
