@@ -35,7 +35,8 @@ NEEDED = {
     "optim/column_upload.py ColumnUpload.send: streams.synchronize",
     "optim/grad_accumulation.py UnitGrads.receive: self._sharded.loans.lend (hold)",
 }
-"""One wait of each kind, for every run of the tests."""
+"""One of each kind that is left out, for every run of the tests."""
+NEEDED_TOO = {"comm/reduction.py ExactReduction._average: work.wait"}
 LATER = pytest.mark.full("tests/streams/inside/test_scenarios.py::test_nothing_races")
 
 
@@ -45,7 +46,7 @@ def marks(name: str, first: set[str], second: set[str]) -> tuple[pytest.MarkDeco
 
 def test_every_name_of_a_choice_is_one() -> None:
     assert SCENARIOS.keys() >= FEW | MORE
-    assert CAUGHT.keys() >= NEEDED
+    assert CAUGHT.keys() >= NEEDED | NEEDED_TOO
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, FEW, MORE)) for name in SCENARIOS])
@@ -64,7 +65,7 @@ def test_the_table_names_every_wait_once() -> None:
     assert len(names) == len({*names} - UNSEEN) + sum(name in UNSEEN for name in names)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, NEEDED, set())) for name in sorted(CAUGHT)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, NEEDED, NEEDED_TOO)) for name in sorted(CAUGHT)])
 def test_left_out_it_makes_a_race(pool: Pool, tmp_path: Path, name: str) -> None:
     site = next(call.site for call in calls() if call.name == name)
     scenario = CAUGHT[name]
