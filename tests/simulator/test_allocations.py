@@ -24,6 +24,7 @@ from simulator.storage_meter import Where
 
 MIB = 1 << 20
 HIDDEN, LAYERS = 64, 3
+RECORDED = pytest.mark.full("tests/simulator/test_allocations.py::test_replays_by_hand")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +42,14 @@ def allocations(trace: Trace) -> list[Allocation]:
     return [event.allocation for event in trace.events if not event.freed]
 
 
+@RECORDED
 def test_the_peak_is_that_of_the_simulation(scenario: Scenario, trace: Trace) -> None:
     """Or more: the meter looks after every operator, and a trace has what is alive in between."""
     simulated = simulate(scenario).peak.total
     assert simulated <= trace.peak <= 1.05 * simulated
 
 
+@RECORDED
 def test_checkpoints_and_reduced_gradients_are_found(trace: Trace) -> None:
     """By hand: each block's checkpoint is its input in bf16; the first one's is the embedding's output."""
     tokens = 32 + 32 + 20
@@ -55,6 +58,7 @@ def test_checkpoints_and_reduced_gradients_are_found(trace: Trace) -> None:
     assert {each.kind for each in allocations(trace) if is_reduced_grad(each)} == {"grad"}
 
 
+@RECORDED
 def test_gathers_and_reductions_are_on_streams_of_their_own(trace: Trace) -> None:
     streams = {kind: {each.stream for each in allocations(trace) if each.kind == kind} for kind in ("grad", "buffers")}
     assert len(streams["grad"] | streams["buffers"]) == 3

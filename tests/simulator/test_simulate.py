@@ -160,6 +160,7 @@ def test_parameters_off_the_device_come_two_units_at_a_time() -> None:
     assert result.schedule.disk_bytes > 0
 
 
+@pytest.mark.full("tests/offload/test_schedule.py::test_units_on_disk_take_turns_in_host_memory")
 def test_a_head_takes_the_turns_of_the_embedding_so_that_no_others_have_their_size() -> None:
     """In host memory, which units on disk take in turns; ends of so many elements are units of their own."""
     everything = OffloadConfig(**dict.fromkeys(("param", "grad", "master", "moments"), "disk"))
