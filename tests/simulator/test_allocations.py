@@ -6,6 +6,7 @@ import sys
 
 import fragmentation
 import pytest
+from rank_cases import scenario_of
 from simulator.allocations import (
     Allocation,
     Event,
@@ -21,19 +22,15 @@ from simulator.scenario import Scenario
 from simulator.simulate import simulate
 from simulator.storage_meter import Where
 
-from dzero import ZeroConfig
-from dzero.models.config import ModelConfig
-from dzero.parallel.config import BlockConfig
-
 MIB = 1 << 20
-HIDDEN, LAYERS, RANKS = 64, 3, 4
+HIDDEN, LAYERS = 64, 3
+RECORDED = pytest.mark.full("tests/simulator/test_allocations.py::test_replays_by_hand")
 
 
 @pytest.fixture(scope="module")
 def scenario() -> Scenario:
-    model = ModelConfig(vocab_size=256, hidden_size=HIDDEN, layers=LAYERS, heads=4, kv_heads=2, ffn_size=128)
-    block = BlockConfig(activation_checkpoint="full")
-    return Scenario(model=model, ranks=RANKS, sequences=1, tokens=32, zero=ZeroConfig(stage=3), block=block)
+    given = {"ranks": 4, "sequences": 1, "tokens": 32, "stage": 3, "device_type": "cuda"}
+    return scenario_of(model={"layers": LAYERS}, block={"activation_checkpoint": "full"}, **given)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +42,14 @@ def allocations(trace: Trace) -> list[Allocation]:
     return [event.allocation for event in trace.events if not event.freed]
 
 
+@RECORDED
 def test_the_peak_is_that_of_the_simulation(scenario: Scenario, trace: Trace) -> None:
     """Or more: the meter looks after every operator, and a trace has what is alive in between."""
     simulated = simulate(scenario).peak.total
     assert simulated <= trace.peak <= 1.05 * simulated
 
 
+@RECORDED
 def test_checkpoints_and_reduced_gradients_are_found(trace: Trace) -> None:
     """By hand: each block's checkpoint is its input in bf16; the first one's is the embedding's output."""
     tokens = 32 + 32 + 20
@@ -59,6 +58,7 @@ def test_checkpoints_and_reduced_gradients_are_found(trace: Trace) -> None:
     assert {each.kind for each in allocations(trace) if is_reduced_grad(each)} == {"grad"}
 
 
+@RECORDED
 def test_gathers_and_reductions_are_on_streams_of_their_own(trace: Trace) -> None:
     streams = {kind: {each.stream for each in allocations(trace) if each.kind == kind} for kind in ("grad", "buffers")}
     assert len(streams["grad"] | streams["buffers"]) == 3
@@ -91,6 +91,7 @@ def test_replays_by_hand() -> None:
     assert smallest_device(trace, expandable=False, step=1) == (32 * MIB, 0)
 
 
+@pytest.mark.full("tests/simulator/test_allocations.py::test_replays_by_hand")
 def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["fragmentation.py", "--smoke"])
     fragmentation.main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,15 @@ from simulator.storage_meter import StorageMeter, Where
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dzero import AdamW, Pipeline, make_mesh, shard
+from dzero import AdamW, Pipeline, ZeroConfig, make_mesh, shard
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.data.batch import Batch
+from dzero.mesh_config import MeshConfig
 from dzero.models.build import build, materialiser
+from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.trainer.build import BuiltModel
 
 STEPS = 3
@@ -127,3 +131,28 @@ def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]
     sharded.ledger.take()
     step()
     return took.device, sharded.ledger.take()
+
+
+TINY = {"vocab_size": 256, "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_size": 128}
+"""A llama, as model.* of the configuration."""
+
+
+def scenario_of(
+    *,
+    model: dict[str, Any] | None = None,
+    mesh: dict[str, Any] | None = None,
+    block: dict[str, Any] | None = None,
+    stage: int = 2,
+    **settings: Any,
+) -> Scenario:
+    """A run to be simulated; by default `TINY` on two ranks, with the CPU's own reduction (exact).
+
+    model, mesh, block: over the defaults, as those parts of the configuration. settings: as `Scenario` takes them.
+    """
+    given: dict[str, Any] = {"ranks": 2, "sequences": 2, "tokens": 32, "device_type": "cpu", **settings}
+    return Scenario(
+        model=ModelConfig(**TINY | (model or {})),
+        mesh=MeshConfig(**mesh or {}),
+        block=BlockConfig(**{"activation_checkpoint": "none", **(block or {})}),
+        **{"zero": ZeroConfig(stage=stage)} | given,
+    )

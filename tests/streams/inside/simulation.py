@@ -33,8 +33,6 @@ from clocks import Access, Agent, Clock, Race
 from frames import Site, site_of_caller, where_called
 from memory import Block, Memory, Space, extent
 
-from dzero import streams
-
 
 class SimulatedStream(Agent):
     """A stream, with the methods that FSDP2 and dzero call. Whatever a thread enqueues comes after what it knows."""
@@ -322,8 +320,7 @@ class Simulation:
             mock.patch.object(torch.cpu, "Event", Module.Event),
             mock.patch.object(torch.cpu, "current_stream", Module.current_stream),
             mock.patch.object(torch.cpu, "stream", Module.stream),
-            mock.patch.object(streams, "device_module", lambda device: Module if device.type == "cpu" else None),
-            *kernels.patches(self),
+            *kernels.patches(self, Module),
         ]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(Simulation, "_now", self))

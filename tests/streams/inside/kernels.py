@@ -68,9 +68,10 @@ class SimulatedWork(dist.Work):
         return bool(self._real is None or self._real.is_completed())
 
 
-def patches(simulation: Simulation) -> list[Any]:
-    """Return the patches, to be entered before the run."""
+def patches(simulation: Simulation, module: type) -> list[Any]:
+    """Return the patches, to be entered before the run. module: what `torch.cuda` is on CUDA, for dzero/streams.py."""
     return [
+        mock.patch.object(streams, "device_module", lambda device: module if device.type == "cpu" else None),
         *_memory(simulation),
         *_kernels(simulation),
         *_collectives(simulation),

@@ -55,12 +55,6 @@ def test_one_run_directory_cannot_have_two_owners(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_reservations_of_living_runs_are_listed_and_add_up(tmp_path: Path) -> None:
-    with ScratchDir(str(tmp_path), 4096) as first, ScratchDir(str(tmp_path), 3 * 4096, rank=1) as second:
-        assert sorted(holders(str(tmp_path))) == sorted([(first.name, 4096), (second.name, 3 * 4096)])
-    assert holders(str(tmp_path)) == []
-
-
 @pytest.mark.parametrize("files", [(), ("lock",), ("data",), ("data", "lock")])
 def test_what_a_dead_run_left_is_removed(tmp_path: Path, files: tuple[str, ...]) -> None:
     """Wherever it was killed; `data` without `lock` cannot come about by itself and stays for a person to see."""
@@ -106,14 +100,6 @@ def test_symbolic_links_are_never_followed(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="is there already"):
         ScratchDir(str(path), 0, name=DEAD)
     assert sorted(os.listdir(victim)) == ["data", "lock"]
-
-
-def test_a_path_that_is_no_directory_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for name, code in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
-        with pytest.raises(DiskError, match="must be a directory that exists: make it, or name another") as told:
-            ScratchDir(str(tmp_path / name), 0)
-        assert (told.value.errno, told.value.filename) == (code, str(tmp_path / name))
 
 
 def test_more_than_there_is_fails_before_a_block_is_taken(tmp_path: Path) -> None:

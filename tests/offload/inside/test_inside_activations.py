@@ -1,0 +1,289 @@
+"""What waits for backward off the device, by itself: what is fetched is what was saved, and only what must moves."""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training_loops import unequal
+
+from dzero import DiskConfig, DiskError
+from dzero.offload import activation_pool, scratch_dir
+from dzero.offload.activation_pool import ActivationPool, ActivationSlot
+from dzero.offload.activations import ActivationOffload
+from dzero.offload.disk import DiskStore
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool
+from dzero.offload.schedule import OffloadSchedule
+
+PAGE = 4096
+
+
+def rooms(path: Path, ahead: int = 1) -> tuple[ActivationPool, ScheduleExecutor, DiskStore]:
+    executor = ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), torch.device("cpu"))
+    store = DiskStore(DiskConfig(paths=[str(path)], block_bytes=PAGE), {})
+    return ActivationPool(executor, pin=False, store=store, ahead=ahead), executor, store
+
+
+def save(pool: ActivationPool, source: torch.Tensor) -> ActivationSlot:
+    slot = pool.take(source.nbytes)
+    pool.evict(slot, source)
+    return slot
+
+
+def fetch(pool: ActivationPool, slot: ActivationSlot, like: torch.Tensor) -> torch.Tensor:
+    destination = torch.zeros_like(like)
+    pool.fetch(slot, destination)
+    pool.stream_wait(slot)
+    return destination
+
+
+def inputs(count: int, elems: int = PAGE) -> list[torch.Tensor]:
+    return [torch.full((elems,), float(index)) for index in range(count)]
+
+
+def moved(executor: ScheduleExecutor) -> dict[str, int]:
+    executor.drain()
+    return {lane: use.moved_bytes for lane, use in executor.take_use().items()}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_comes_and_goes_in_any_order_comes_back_as_it_was(tmp_path: Path, seed: int) -> None:
+    """Saves of several sizes, loads ahead, fetches more than once and drops at random, with delays in all lanes."""
+    draw = random.Random(seed)
+    chance = random.Random(seed)
+    pool, executor, store = rooms(tmp_path, ahead=seed % 3)
+    executor.before = lambda key: time.sleep(chance.choice([0.0, 0.0, 0.002]))
+    living: list[tuple[ActivationSlot, torch.Tensor]] = []
+    for number in range(150):
+        doing = draw.choice(["save", "save", "fetch", "load", "drop"])
+        if doing == "save" and len(living) < 12:
+            source = torch.full((draw.choice([1024, 3000, 5000]),), float(number))
+            living.append((save(pool, source.clone()), source))
+        elif doing == "load":
+            pool.load([slot for slot, _ in draw.sample(living, min(3, len(living)))])
+        elif doing == "fetch" and living:
+            slot, source = draw.choice(living)
+            assert torch.equal(fetch(pool, slot, source), source)
+        elif doing == "drop" and living:
+            living.pop(draw.randrange(len(living)))
+        slot = source = None  # type: ignore[assignment]
+    for slot, source in reversed(living):
+        assert torch.equal(fetch(pool, slot, source), source)
+    use = moved(executor)
+    assert use["SPILL activation"] > 0
+    assert use["LOAD activation"] > 0
+    assert len(pool.turn_bytes) == seed % 3 + 2
+    store.close()
+
+
+def test_what_is_dropped_before_it_had_to_leave_is_never_written(tmp_path: Path) -> None:
+    pool, executor, store = rooms(tmp_path)
+    for source in inputs(20):
+        save(pool, source)
+    assert moved(executor).keys() == {"EVICT"}
+    assert (len(pool.seat_bytes), store.sizes) == (1, {})
+    store.close()
+
+
+def test_a_full_disk_is_told_by_the_save_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _, store = rooms(tmp_path)
+    first, second = [save(pool, source) for source in inputs(2)]
+    monkeypatch.setattr(scratch_dir, "_available", lambda parent: 4 * PAGE - 1)
+    with pytest.raises(DiskError, match=r"rank 0 needs 16\.0 KiB of scratch space; 16\.0 KiB are available") as told:
+        save(pool, inputs(1)[0])
+    assert told.value.errno == errno.ENOSPC
+    assert all(
+        torch.equal(fetch(pool, slot, want), want) for slot, want in zip((first, second), inputs(2), strict=True)
+    )
+    store.close()
+
+
+class Root(nn.Module):
+    """x [rows, 64] + shift, through its blocks: `checkpointed(x, table)`; `beside`: each on the same x."""
+
+    def __init__(self, beside: bool = False) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(64))
+        self.beside = beside
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        self.saved: list[Tensor] = []
+        self.after: Callable[[int], object] = lambda _: None
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = x + self.shift
+        out = torch.zeros_like(x)
+        for index, block in enumerate(self.blocks):
+            self.saved.append(x)
+            y = block(x, table)
+            self.after(index)
+            out, x = (out + y, x) if self.beside else (y, y)
+        return out
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return checkpoint(lambda x, table: (x * self.gain * table).tanh(), x, table, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def watched(root: Root, disk: Path | None = None) -> tuple[ActivationOffload, ScheduleExecutor]:
+    """disk: there, behind two slots of host memory."""
+    executor = ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), torch.device("cpu"))
+    store = None if disk is None else DiskStore(DiskConfig(paths=[str(disk)]), {})
+    moving = ActivationOffload(ActivationPool(executor, pin=False, store=store), "cpu")
+    moving.attach([*root.blocks])
+    return moving, executor
+
+
+X, TABLE = torch.linspace(-1, 1, 64 * 64).view(64, 64), torch.linspace(1, 2, 64 * 64).view(64, 64)
+
+
+def grads(root: Root, x: Tensor = X, *, retain: bool = False) -> dict[str, Tensor]:
+    loss = root(x, TABLE[: len(x)]).sum()
+    found: dict[str, Tensor] = {}
+    for turn in range(2 if retain else 1):
+        root.zero_grad()
+        loss.backward(retain_graph=retain and turn == 0)
+        found |= {f"{turn} {name}": p.grad.clone() for name, p in root.named_parameters() if p.grad is not None}
+    return found
+
+
+def test_blocks_beside_each_other_share_one_copy_and_tables_stay() -> None:
+    root = Root(beside=True)
+    want = grads(root)
+    _, executor = watched(root)
+    assert unequal(grads(root), want) == []
+    assert executor.take_use()["EVICT"].moved_bytes == X.nbytes
+
+
+class Around(nn.Module):
+    """Checkpoints its whole call, hooks included, as transformers' layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def __call__(self, *args: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=False)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return (x * self.gain * table).tanh()
+
+
+def test_a_checkpoint_around_the_blocks_call_is_seen_from_outside_too() -> None:
+    root, events = Root(), list[str]()
+    root.blocks = nn.ModuleList(Around() for _ in range(4))
+    want = grads(root)
+    _, executor = watched(root)
+    for block in root.blocks:
+        block.register_forward_pre_hook(lambda *_: events.append("forward"))
+    assert unequal(grads(root), want) == []
+    assert events == 2 * 4 * ["forward"]  # recomputed
+    assert executor.take_use()["EVICT"].moved_bytes == 4 * X.nbytes
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_second_backward_over_the_same_graph_brings_them_again(tmp_path: Path, beside: bool, on_disk: bool) -> None:
+    root = Root(beside)
+    want = grads(root, retain=True)
+    moving, executor = watched(root, tmp_path if on_disk else None)
+    root.after = lambda _: executor.drain()  # all but the newest have left before backward
+    assert unequal(grads(root, retain=True), want) == []
+    use = executor.take_use()
+    assert use["FETCH" if not beside else "EVICT"].moved_bytes == (1 if beside else 2 * 3) * X.nbytes
+    assert ("LOAD activation" in use) == (on_disk and not beside)
+    assert len(moving.pool.free) == len(moving.pool.seat_bytes)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("latest_first", [False, True])
+def test_forwards_that_precede_their_backwards_keep_their_own(
+    tmp_path: Path, latest_first: bool, on_disk: bool
+) -> None:
+    """Pipelines run several forwards, of batches of several sizes, and then the backwards in either order."""
+    root, rows = Root(), (64, 32, 48)
+
+    def run() -> dict[str, Tensor]:
+        losses = [root(-X[:count] * count, TABLE[:count]).sum() for count in rows]
+        found: dict[str, Tensor] = {}
+        for turn in range(3):
+            root.zero_grad()
+            losses.pop(-1 if latest_first else 0).backward()
+            found |= {f"{turn} {name}": p.grad.clone() for name, p in root.named_parameters() if p.grad is not None}
+        return found
+
+    want = run()
+    moving, executor = watched(root, tmp_path if on_disk else None)
+    assert unequal(run(), want) == []
+    assert unequal(run(), want) == []
+    assert ("LOAD activation" in executor.take_use()) == on_disk
+    assert len(moving.pool.free) == len(moving.pool.seat_bytes) == 12
+
+
+def test_slots_grow_with_the_batch_and_small_inputs_stay() -> None:
+    root = Root()
+    moving, executor = watched(root)
+    for rows, slots_bytes in ((32, 32 * 64 * 4), (64, 64 * 64 * 4), (16, 64 * 64 * 4)):
+        grads(root, X[:rows])
+        assert moving.pool.host_bytes == executor.schedule.host_bytes == 4 * slots_bytes
+    executor.drain()
+    executor.take_use()
+    grads(root, X[:15])  # 15 * 64 * 4 is less than LEAST_BYTES
+    assert executor.take_use() == {}
+
+
+def test_what_is_changed_in_place_while_it_leaves_makes_backward_raise_and_later_does_not_matter() -> None:
+    for late, index, at in ((False, 0, 0), (False, 0, 2), (False, 3, 3), (True, 0, 2)):
+        root = Root()
+        want = grads(root)
+        root.saved.clear()
+        _, executor = watched(root)
+        if not late:
+            executor.before = lambda key: time.sleep(0.1)
+
+        def change(block: int, root: Root, executor: ScheduleExecutor, late: bool, index: int, at: int) -> None:
+            if late:
+                executor.drain()  # the next save then sees that it has left
+            if block == at:
+                with torch.no_grad():
+                    root.saved[index].add_(1.0)
+
+        root.after = partial(change, root=root, executor=executor, late=late, index=index, at=at)
+        with nullcontext() if late else pytest.raises(RuntimeError, match="at version 1, expected version 0; change a"):
+            assert unequal(grads(root), want) == []
+
+
+def test_what_stays_is_checked_as_autograd_does() -> None:
+    """A table, and an input that is too small to move."""
+    for rows, index in ((64, None), (15, 1)):
+        root, table = Root(), TABLE[:rows].clone()
+        watched(root)
+        loss = root(X[:rows], table).sum()
+        with torch.no_grad():
+            (table if index is None else root.saved[index]).add_(1.0)
+        with pytest.raises(RuntimeError, match=r"at version 1[,;] expected version 0"):
+            loss.backward()
+
+
+def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Root()
+    moving, _ = watched(root)
+    monkeypatch.setattr(activation_pool, "host_available_bytes", lambda: X.nbytes - 1)
+    with pytest.raises(MemoryError, match=r"are available\. Take smaller microbatches \(train\.microbatch_sequences\)"):
+        grads(root)
+    assert moving.pool.host_bytes == 0
