@@ -25,7 +25,6 @@ def test_train_refuses_a_run_that_is_too_large_and_starts_nothing(tmp_path: Path
     told = refused(run, "this run cannot fit this machine, so it was not started:", "short (most of it: ")
     assert "launch.check_memory=false" in told
     assert run.stdout == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_is_refused_where_it_surely_cannot_fit_and_warned_of_near_that(

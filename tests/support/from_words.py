@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from torch import nn
+
 from dzero import RunError, config, overrides
+from dzero.__main__ import parsed
 from dzero.estimate.measure_hardware import unmeasured
+from dzero.models.build import build
 from dzero.monitor.tensorboard import TensorBoardSink
 from dzero.plan import auto, plan_run, preflight, provenance, run_layout
 from dzero.utils.terminal import Table
@@ -41,6 +45,21 @@ def started(*words: str, conf: Path = CONF) -> tuple[Any, list[Any]]:
 def runs_of(*words: str) -> list[Any]:
     """The runs of a sweep, each as it starts."""
     return overrides.check(words, CONF)
+
+
+def model_of(vocab_size: int, *words: str) -> nn.Module:
+    """The decoder that the words describe, with values."""
+    return build(run_of(*words).model, vocab_size)
+
+
+def settings_of(*words: str) -> list[str]:
+    """The settings among the words of `python -m dzero COMMAND`, whose options are checked."""
+    return list(getattr(parsed([*words]), "settings", []))
+
+
+def resolved(*words: str) -> Any:
+    """The configuration that is trained, with what `zero=auto` chose."""
+    return preflight.resolve_run(run_of(*words), words)
 
 
 def refusal(*words: str, conf: Path = CONF) -> str:

@@ -1,12 +1,13 @@
-"""Promises towards what comes with a model: a template or a tokenizer runs no code, and fails in one line."""
+"""Templates of chats: in any of them the assistant's turns are found, and none runs code or takes what it likes.
+
+They look inside, because templates are rendered in a process of their own with limits that a test has to lower.
+"""
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,13 +15,13 @@ from unittest import mock
 import chat
 import pytest
 
-from dzero.data.assistant_spans import TemplateError, TemplateTooSlow
+from dzero.data.assistant_spans import TemplateError, TemplateTooSlow, assistant_spans
 from dzero.data.chat_template import ChatEncoder
 from dzero.data.conversations import conversation_of
 from dzero.data.template_process import MOST_LOST, TemplateProcess, TemplateSettings
 from dzero.data.template_process import SLOW as SLOW_PART
 
-pytest.importorskip("transformers")
+templates = pytest.importorskip("transformers.utils.chat_template_utils")
 
 MESSAGES = chat.turns("Hi", "Hello", "and", "so")["messages"]
 OS = "['os'].system('touch ' + canary)"
@@ -33,7 +34,6 @@ UNSAFE: dict[str, str | tuple[str]] = {
     "{{ '{0.__class__.__mro__}'.format('') }}": "unsafe",
     "{{ '{0.__class__}' | format('') }}": "TypeError",
     "{{ cycler.__init__.__globals__" + OS + " }}": "unsafe",
-    "{{ joiner.__init__.__globals__" + OS + " }}": "unsafe",
     "{{ namespace.__init__.__globals__" + OS + " }}": "unsafe",
     "{{ lipsum.__globals__" + OS + " }}": "unsafe",
     "{{ raise_exception.__globals__" + OS + " }}": "unsafe",
@@ -53,10 +53,8 @@ UNSAFE: dict[str, str | tuple[str]] = {
     "{% set ns = namespace() %}{% set ns.__class__ = 1 %}": "underscore",
     "{% include '/etc/passwd' %}": "no loader",
     "{% import 'os' as os %}": "no loader",
-    "{% from 'os' import system %}": "no loader",
     "{% extends '/etc/passwd' %}": "no loader",
     "{% do messages.append(1) %}": "unknown tag 'do'",
-    "{% debug %}": "unknown tag 'debug'",
     "{{ open('/etc/passwd') }}": "'open' is undefined",
     "{{ __import__('os') }}": "'__import__' is undefined",
     "{{ eval('1') }}": "'eval' is undefined",
@@ -96,8 +94,8 @@ GREEDY = {
     "{{ 'xx' * 5000000 }}": "more than 1000000 characters",
     "{% set n = namespace(s='aa') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}": "MemoryError",
     "{% set n = namespace(s=['a']) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}": "MemoryError",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "took more than 2 s",
-    "{{ 10 ** (10 ** 9) }}": "took more than 2 s",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "took more than 1 s",
+    "{{ 10 ** (10 ** 9) }}": "took more than 1 s",
 }
 TEMPLATES = UNSAFE | BROKEN | GREEDY
 SLOW = "{% for i in range(99999) %}{% for j in range(8) %}{% endfor %}{% endfor %}"
@@ -112,7 +110,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Template
         names | {"good": GOOD, "slow": SLOW},
         {"canary": str(canary)},
         ["</s>"],
-        seconds=2,
+        seconds=1,
         memory_bytes=256 * 2**20,
         characters=1_000_000,
     )
@@ -141,17 +139,21 @@ def test_a_hostile_template_fails_in_one_line_and_runs_nothing(
 
 def test_the_time_is_limited_for_each_conversation_not_for_all(process: tuple[TemplateProcess, Path]) -> None:
     renderer, _ = process
-    for _ in range(20):
+    for _ in range(12):
         assert renderer.render("slow", MESSAGES, None, None) == ("", [])
 
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SLOW_FIRST = pytest.mark.full(
+    "tests/data/inside/test_inside_templates.py::test_a_few_slow_conversations_among_many_are_skipped_each"
+)
 
 
+@SLOW_FIRST
 def test_a_template_that_is_too_slow_for_every_conversation_ends_the_whole(tmp_path: Path) -> None:
     """Of a thousand conversations, one is tried if the first bad one ends the run, and three if they are skipped."""
-    folder, conversations = chat.write_model(tmp_path, ENDLESS), [conversation_of({"messages": MESSAGES})] * 1000
-    encoder = ChatEncoder(folder, "assistant")
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    conversations = [conversation_of({"messages": MESSAGES})] * 1000
+    encoder = ChatEncoder(chat.write_model(tmp_path, endless), "assistant")
     object.__setattr__(encoder._process.settings, "seconds", 1)
     (found,) = encoder.encode_batch(conversations, stop=True)
     assert "took more than 1 s of processor time on one conversation" in str(found)
@@ -174,6 +176,7 @@ def slow_template(seconds: float) -> str:
     raise AssertionError("no template is slow enough")
 
 
+@SLOW_FIRST
 def test_quick_conversations_in_between_do_not_make_up_for_slow_ones() -> None:
     """Two of three are slow: within the limit, but over a quarter of it on the machine at hand."""
     slow = slow_template(1.5 * SLOW_PART * 2)
@@ -220,156 +223,113 @@ def test_after_an_interrupt_a_reply_is_that_of_its_own_request() -> None:
     renderer.close()
 
 
-def test_an_error_of_syntax_or_no_template_ends_the_batch_and_is_not_skipped(tmp_path: Path) -> None:
-    messages, text = conversation_of({"messages": MESSAGES}), conversation_of({"prompt": "a", "completion": "b"})
-    encoder = ChatEncoder(chat.write_model(tmp_path, "{{ bos_token }}\n{% if %}"), "assistant")
-    with pytest.raises(ValueError, match=f"^{tmp_path}: line 2 of the chat template: TemplateSyntaxError: Expected"):
-        encoder.encode_batch([text, messages])
-    encoder.close()
-    (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match=f"^{tmp_path} has no chat template"):
-        ChatEncoder(tmp_path, "assistant").encode_batch([text, messages])
+# The turns of the assistant
+
+ROW = chat.turns("What is 你好?", "It is 🎉 Paris.\n", "hello again", "Hello 日本語 there!", system="Be brief.")
+NO_SYSTEM = chat.turns("What is 你好?", "It is 🎉 Paris.", "hello again", "Hello 日本語 there!")
+THOUGHT = chat.turns("What?", "<think>\nhm\n</think>\n\nParis", "and?", "<think>\nso\n</think>\n\nagain")
+SAME = chat.turns("a", "b", "c", "b", "b<|im_end|>", "b")
+CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "clock"}'}}
+CALLING = {
+    "messages": [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "noon", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is noon."},
+    ],
+    "tools": '[{"type": "function", "function": {"name": "look"}}]',
+}
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}tool {{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}call {{ call.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PHI = (
+    "{% for m in messages %}<|header|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+)
+NO_TAGS = chat.without_tags(chat.CHATML)
 
 
-def test_turns_that_cannot_be_told_are_a_bad_row_and_all_tokens_are_not(tmp_path: Path) -> None:
-    folder = chat.write_model(tmp_path, "{{ messages | length }} messages")
-    conversation = conversation_of({"messages": MESSAGES})
-    encoder = ChatEncoder(folder, "assistant")
-    (found,) = encoder.encode_batch([conversation])
-    assert "loss_on=completion or loss_on=all" in str(found)
-    encoder.close()
-    encoder = ChatEncoder(folder, "all")
-    sample = encoder.encode(conversation)
-    assert sample.counts.tolist() == [False] + [True] * (len(sample.ids) - 1)
-    encoder.close()
+def spans_of(template: str, row: dict[str, Any]) -> list[str]:
+    conversation = conversation_of(row)
+
+    def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
+        try:
+            texts, _ = templates.render_jinja_template(
+                conversations=[[*messages]],
+                tools=conversation.tools and [*conversation.tools],
+                chat_template=template,
+                add_generation_prompt=prompt,
+                bos_token="<s>",
+                eos_token="</s>",
+            )
+        except Exception as error:
+            raise TemplateError(str(error)) from error
+        return str(texts[0])
+
+    full, spans = assistant_spans(render, conversation.messages, 0, chat.SPECIAL)
+    return [full[start:end] for start, end in spans]
 
 
-def test_a_text_that_cannot_be_tokenized_is_a_bad_row_alone(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ '\\ud800' if m.content == 'odd' else m.content }}</s>{% endfor %}"
-    encoder = ChatEncoder(chat.write_model(tmp_path, template), "all")
-    rows = [chat.turns("a", "b"), chat.turns("a", "odd"), chat.turns("c", "d")]
-    results = encoder.encode_batch([conversation_of(row) for row in rows])
-    assert [isinstance(each, ValueError) for each in results] == [False, True, False]
-    assert "cannot encode the text" in str(results[1])
-    encoder.close()
+@pytest.mark.parametrize(
+    ("template", "row", "spans"),
+    [
+        (chat.LLAMA, ROW, ["It is 🎉 Paris.<|eot|>", "Hello 日本語 there!<|eot|>"]),
+        (chat.MISTRAL, NO_SYSTEM, [" It is 🎉 Paris.</s>", " Hello 日本語 there!</s>"]),
+        (chat.THINKING, THOUGHT, ["Paris<|im_end|>", "<think>\nso\n</think>\n\nagain<|im_end|>"]),
+        (chat.THINKING, SAME, ["b<|im_end|>", "b<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"]),
+        (
+            chat.THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
+            THOUGHT,
+            ["Paris<|im_end|>", "so\n</think>\n\nagain<|im_end|>"],
+        ),
+        (
+            chat.THINKING,
+            CALLING,
+            ['call {"at": "clock"}<|im_end|>', "<think>\n\n</think>\n\nIt is noon.<|im_end|>"],
+        ),
+        (PLAIN, NO_SYSTEM, ["It is 🎉 Paris.\n", "Hello 日本語 there!\n"]),
+        (
+            PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}",
+            NO_SYSTEM,
+            [" It is 🎉 Paris.\n", " Hello 日本語 there!\n"],
+        ),
+        (NO_TAGS + "</s>", ROW, ["It is 🎉 Paris.\n<|im_end|>", "Hello 日本語 there!<|im_end|>"]),
+        (PHI, ROW, ["It is 🎉 Paris.\n<|eot|>", "Hello 日本語 there!<|eot|>"]),
+        (WITH_TOOLS, CALLING, ['call {"at": "clock"}<|im_end|>', "It is noon.<|im_end|>"]),
+    ],
+    ids=[
+        "llama",
+        "mistral",
+        "thinking",
+        "repeats",
+        "thinking-prompt",
+        "thinking-tools",
+        "header",
+        "plain",
+        "ends",
+        "phi",
+        "tools",
+    ],
+)
+def test_turns_are_found_by_prefixes_and_markers(template: str, row: dict[str, Any], spans: list[str]) -> None:
+    assert spans_of(template, row) == spans
 
 
-def test_what_a_conversation_or_template_lacks_is_said(tmp_path: Path) -> None:
-    messages, text = conversation_of({"messages": MESSAGES}), conversation_of({"prompt": "a", "completion": "b"})
-    encoder = ChatEncoder(chat.write_model(tmp_path / "base"), "all")
-    with pytest.raises(ValueError, match=r"base has no chat template.*give one as data.chat_template"):
-        encoder.encode(messages)
-    encoder = ChatEncoder(chat.write_model(tmp_path / "mistral", chat.MISTRAL), "all")
-    with pytest.raises(ValueError, match=r"fails: TemplateError: roles must alternate$"):
-        encoder.encode(conversation_of({"messages": [{"role": "system", "content": "x"}, *MESSAGES]}))
-    results = encoder.encode_batch([text, conversation_of({"messages": MESSAGES[1:]}), messages])
-    assert [isinstance(each, ValueError) for each in results] == [False, True, False]
-    encoder.close()
-    with pytest.raises(ValueError, match=r"data.loss_on='user': choose one of \['assistant', 'completion', 'all'\]"):
-        ChatEncoder(tmp_path / "base", "user")
-
-
-class Canary:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
-def spoil(folder: Path, how: str) -> None:
-    """Write a good model and spoil it."""
-    chat.write_model(folder, chat.CHATML)
-    tokenizer, config, template = (
-        folder / n for n in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    )
-    if how in ("link", "link config", "link template"):
-        path = {"link": tokenizer, "link config": config, "link template": template}[how]
-        path.rename(folder.parent / "elsewhere")
-        path.symlink_to(folder.parent / "elsewhere")
-    elif how == "link templates":
-        (folder / "chat_templates").symlink_to(folder.parent)
-    elif how == "fifo":
-        template.unlink()
-        os.mkfifo(template)
-    elif how == "directory":
-        tokenizer.unlink()
-        tokenizer.mkdir()
-    elif how == "missing":
-        tokenizer.unlink()
-    elif how == "pickle":
-        tokenizer.write_bytes(pickle.dumps(Canary(folder.parent / "canary")))
-    elif how == "remote code":
-        (folder / "evil.py").write_text(f"import os; os.mkdir({str(folder.parent / 'canary')!r})\nclass T: pass\n")
-        chat.write_model(folder, chat.CHATML, auto_map={"AutoTokenizer": ["evil.T", "evil.T"]}, tokenizer_class="T")
-    else:
-        path, content = {
-            "empty": (tokenizer, b""),
-            "garbage": (tokenizer, b"\0\xff" * 100),
-            "no tokenizer": (tokenizer, b"{}"),
-            "list": (tokenizer, b"[]"),
-            "deep": (tokenizer, b"[" * 100_000),
-            "config garbage": (config, b"\0\xff"),
-            "config list": (config, b"[]"),
-            "config deep": (config, b'{"a":' * 100_000),
-            "config template": (config, b'{"eos_token": "</s>", "chat_template": 3}'),
-            "config templates": (config, b'{"eos_token": "</s>", "chat_template": [{"name": "rag", "template": "x"}]}'),
-            "config eos": (config, b'{"eos_token": 3}'),
-            "template bytes": (template, b"\xff\xfe\x00"),
-        }[how]
-        if how.startswith("config template"):
-            template.unlink()
-        path.write_bytes(content)
-
-
-SPOILED = {
-    "link": "tokenizer.json: a symbolic link",
-    "link config": "tokenizer_config.json: a symbolic link",
-    "link template": "chat_template.jinja: a symbolic link",
-    "link templates": "chat_templates: a symbolic link",
-    "fifo": "chat_template.jinja: a folder, a pipe or a device",
-    "directory": "tokenizer.json: a folder, a pipe or a device",
-    "missing": "has no tokenizer.json",
-    "pickle": "cannot be read",
-    "empty": "cannot be read",
-    "garbage": "cannot be read",
-    "no tokenizer": "cannot be read",
-    "list": "cannot be read",
-    "deep": "cannot be read",
-    "config garbage": "cannot be read",
-    "config list": "cannot be read",
-    "config deep": "cannot be read",
-    "config template": "its chat template is a int",
-    "config templates": "none is the default",
-    "config eos": "",
-    "template bytes": "cannot be read",
+UNCLEAR = {
+    "{% for m in messages | reverse %}{{ m.content }}{% endfor %}": "message 3 (assistant) begins and ends",
+    "{{ messages | length }}": "message 1 (assistant) begins and ends",
+    "{% for m in messages %}{{ m.content | upper }}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}": "1 (a",
+    "{% if messages | length < 4 %}{{ raise_exception('few') }}{% endif %}{% for m in messages %}{{ m.content }} "
+    "{% endfor %}": "message 1 (assistant) begins and ends",
 }
 
 
-@pytest.mark.parametrize("how", SPOILED)
-def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, how: str) -> None:
-    spoil(tmp_path / "model", how)
-    with pytest.raises((ValueError, OSError)) as error:
-        ChatEncoder(tmp_path / "model", "all")
-    assert SPOILED[how] in str(error.value)
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 800
-    assert not (tmp_path / "canary").exists()
-
-
-def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
-    spoil(tmp_path / "model", "remote code")
-    encoder = ChatEncoder(tmp_path / "model", "all")
-    assert len(encoder.encode(conversation_of({"prompt": "a", "completion": "b"})).ids) == 3
-    assert not (tmp_path / "canary").exists()
-
-
-def test_a_template_that_is_no_file_and_no_template_is_refused(tmp_path: Path) -> None:
-    folder = chat.write_model(tmp_path)
-    with pytest.raises(FileNotFoundError, match="chatml: no such file, and no template"):
-        ChatEncoder(folder, "all", "chatml")
-    (tmp_path / "t.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
-        ChatEncoder(folder, "all", str(tmp_path / "t.jinja"))
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        ChatEncoder(tmp_path / "nowhere", "all")
+@pytest.mark.parametrize("number", range(len(UNCLEAR)))
+def test_turns_that_cannot_be_told_are_refused(number: int) -> None:
+    template, says = [*UNCLEAR.items()][number]
+    with pytest.raises(TemplateError, match=re.escape(says)):
+        spans_of(template, chat.turns("Hi", "Hello", "and", "so"))
