@@ -286,7 +286,7 @@ def test_datasets_that_cannot_be_opened_are_named_without_a_download(tmp_path):
 def test_a_tokenizer_that_cannot_serve_is_an_error(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "junk.json").write_text("{}")
-    write_tokenizer(tmp_path / "stop.json")
+    write_tokenizer(tmp_path / "stop.json", end="<stop>")
     text, junk, stop = (str(tmp_path / name) for name in ("latin.txt", "junk.json", "stop.json"))
     assert len(load(path=text, held_out=0.0).train) == 2
     for settings, message in (

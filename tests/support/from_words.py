@@ -49,7 +49,8 @@ def runs_of(*words: str) -> list[Any]:
 
 def model_of(vocab_size: int, *words: str) -> nn.Module:
     """The decoder that the words describe, with values."""
-    return build(run_of(*words).model, vocab_size)
+    meant: Any = build(run_of(*words).model, vocab_size)
+    return type(meant)(meant.shape)
 
 
 def settings_of(*words: str) -> list[str]:

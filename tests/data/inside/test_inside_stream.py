@@ -186,18 +186,6 @@ def test_evaluation_without_one_full_step_takes_every_sequence_and_counts_nothin
         evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=1, rank=0, ranks=1, max_batches=0)
 
 
-def test_a_run_over_parts_reads_and_splits_like_one_array():
-    whole = np.arange(20)
-    run = Tokens((whole[:7], whole[7:7], whole[7:8], whole[8:].astype(np.uint16)))
-    assert len(run) == 20
-    for start, stop in itertools.combinations_with_replacement(range(21), 2):
-        assert run[start:stop].tolist() == whole[start:stop].tolist()
-    for at in range(21):
-        head, tail = run.split(at, ("head", "tail"))
-        assert (head[:].tolist(), tail[:].tolist()) == (whole[:at].tolist(), whole[at:].tolist())
-        assert (head.name, tail.name) == ("head", "tail")
-
-
 # Of several sources
 
 SIZES = {"a": 23, "b": 7, "c": 40}

@@ -26,8 +26,7 @@ from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measure_hardware import ProbeConfig, cached, combine, key_of, measured
 from dzero.estimate.measurement_cache import DamagedCache, Measurement, MeasurementKey
 from dzero.estimate.probes import Effort, RankFigures, matmul_flops
-from dzero.plan.hardware_tables import age, as_yaml, machine_table
-from dzero.plan.hardware_tables import text as shown_as
+from dzero.plan.hardware_tables import age, as_yaml
 from dzero.plan.plan_run import hardware_of, scratch_folders
 from dzero.utils.scratch_paths import mount_point
 
@@ -134,12 +133,19 @@ def test_a_machine_that_is_known_is_not_measured_again(known: Measurement) -> No
 def test_the_command_shows_age_figures_and_a_file(
     known: Measurement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The file composes as a node of conf/hardware."""
     monkeypatch.setattr(sys, "argv", ["dzero", "hardware", "--ranks", "2"])
     command.main()
     told = capsys.readouterr()
     assert "UTC, just now" in told.out
-    assert as_yaml(known) in told.out
     assert "measuring" not in told.err
+    file = as_yaml(known)
+    assert file in told.out
+    assert HardwareConfig(**OmegaConf.to_container(OmegaConf.create(file))) == HARDWARE  # type: ignore[arg-type]
+    table = " ".join(told.out.partition(file)[0].split())
+    assert all(figure in table for figure in HardwareConfig.__dataclass_fields__.keys() - {"name", "device_type"})
+    for shown in ("device_bytes 8.00 GiB", "bf16_flops 150 GFLOP/s", "collective_latency_s 200 µs", "network unknown"):
+        assert shown in table
 
 
 def test_figures_of_one_disk_are_not_shown_for_another(
@@ -242,35 +248,6 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < found.reserved_bytes < found.device_bytes
     assert found.host_link is not None
     assert found.host_link > 1e9
-
-
-def test_the_file_it_prints_is_the_node_it_measured() -> None:
-    printed = HardwareConfig(**OmegaConf.to_container(OmegaConf.create(as_yaml(MEASUREMENT))))  # type: ignore[arg-type]
-    assert printed == HARDWARE
-
-
-def test_the_table_names_every_figure() -> None:
-    table = machine_table(MEASUREMENT)
-    named = {row[1] for row in table.rows if row[1]}
-    assert named == set(HardwareConfig.__dataclass_fields__) - {"name", "device_type"}
-    assert ("collectives across nodes, of each rank", "network", "unknown") in table.rows
-
-
-@pytest.mark.parametrize(
-    ("figure", "value", "told"),
-    [
-        ("device_bytes", 8 << 30, "8.00 GiB"),
-        ("bf16_flops", 1.5e11, "150 GFLOP/s"),
-        ("collective_latency_s", 2e-4, "200 µs"),
-        ("collective_latency_s", 0.0, "0 s"),
-        ("update_elems_per_s", 6e8, "600 M/s"),
-        ("host_link", 1e10, "10.0 GB/s"),
-        ("efficiency", 0.56, "0.56"),
-        ("network", None, "unknown"),
-    ],
-)
-def test_figures_are_shown_in_their_unit(figure: str, value: float | None, told: str) -> None:
-    assert shown_as(figure, value) == told
 
 
 @pytest.fixture
