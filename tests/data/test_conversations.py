@@ -137,10 +137,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"conversations": "a"}, "'conversations' is a str"),
     ({"conversations": [{"from": "human"}]}, "conversations[0] has no 'content'"),
     ({"conversations": [{"value": "a"}]}, "the role None"),
-    (
-        {"conversations": [{"from": "function_call", "value": "f(1)"}]},
-        "the role function_call, but its text",
-    ),
+    ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "the role function_call, but its text"),
     ({"conversations": [{"from": "function_call", "value": "[]"}]}, "must be JSON of 'name' and 'arguments'"),
     ({"conversations": [{"from": "tool_call", "value": '{"x": 1}'}]}, "must be JSON of 'name' and 'arguments'"),
     ({"messages": [USER, {"role": "assistant", "function_call": "f"}]}, "messages[1]: 'function_call' must be"),

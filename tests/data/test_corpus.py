@@ -161,10 +161,7 @@ def test_a_long_text_is_encoded_in_pieces_without_loss(tmp_path):
     assert len(text) > 2**20
     (tmp_path / "long.txt").write_text(text)
     corpus = load(
-        path=str(tmp_path / "long.txt"),
-        tokenizer=str(tmp_path / "tokenizer.json"),
-        separator="<stop>",
-        held_out=0.0,
+        path=str(tmp_path / "long.txt"), tokenizer=str(tmp_path / "tokenizer.json"), separator="<stop>", held_out=0.0
     )
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.decode(corpus.train[:].tolist()) == text

@@ -219,10 +219,7 @@ def test_a_run_has_its_plan_in_its_board(pool: Pool, tmp_path: Path) -> None:
     ("setting", "says"),
     [
         ("mesh.cp=2 mesh.dp=1", "share sequences, matrices or experts: python -m dzero plan, with the same settings"),
-        (
-            "train.global_sequences=8",
-            "no plan of this run: IncompatibleError: train.global_sequences=8",
-        ),
+        ("train.global_sequences=8", "no plan of this run: IncompatibleError: train.global_sequences=8"),
     ],
 )
 def test_a_run_whose_plan_cannot_be_made_says_so_and_goes_on(setting: str, says: str, tmp_path: Path) -> None:

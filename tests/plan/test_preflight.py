@@ -27,9 +27,7 @@ def test_train_refuses_a_run_that_is_too_large_and_starts_nothing(tmp_path: Path
     assert run.stdout == ""
 
 
-def test_it_is_refused_where_it_surely_cannot_fit_and_warned_of_near_that(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_it_is_refused_where_it_surely_cannot_fit_and_warned_of_near_that(capsys: pytest.CaptureFixture[str]) -> None:
     """Each of the two ranks has half of the machine."""
     run, need = small(), 2 * predicted_bytes(small())
     with pytest.raises(RunError, match=r"needs .* of .*: 2 B short"):

@@ -32,12 +32,7 @@ def stream(
     rank: int = 0, ranks: int = 1, *, microbatch: int = 2, shuffle: bool = True, seed: int = 5
 ) -> SequenceStream:
     return SequenceStream(
-        TextSequences(TOKENS, T),
-        microbatch_sequences=microbatch,
-        rank=rank,
-        ranks=ranks,
-        seed=seed,
-        shuffle=shuffle,
+        TextSequences(TOKENS, T), microbatch_sequences=microbatch, rank=rank, ranks=ranks, seed=seed, shuffle=shuffle
     )
 
 

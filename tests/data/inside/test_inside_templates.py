@@ -286,11 +286,7 @@ def spans_of(template: str, row: dict[str, Any]) -> list[str]:
             THOUGHT,
             ["Paris<|im_end|>", "so\n</think>\n\nagain<|im_end|>"],
         ),
-        (
-            chat.THINKING,
-            CALLING,
-            ['call {"at": "clock"}<|im_end|>', "<think>\n\n</think>\n\nIt is noon.<|im_end|>"],
-        ),
+        (chat.THINKING, CALLING, ['call {"at": "clock"}<|im_end|>', "<think>\n\n</think>\n\nIt is noon.<|im_end|>"]),
         (PLAIN, NO_SYSTEM, ["It is 🎉 Paris.\n", "Hello 日本語 there!\n"]),
         (
             PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}",

@@ -70,13 +70,7 @@ HARDWARE = HardwareConfig(
 MEASUREMENT = Measurement(key=KEY, when=datetime(2026, 1, 1, tzinfo=UTC), hardware=HARDWARE)
 
 SMALL = Effort(
-    seconds=0.02,
-    matrix=128,
-    copy_bytes=1 << 20,
-    tokens=256,
-    update_elems=1 << 16,
-    disk_bytes=1 << 20,
-    rounds=2,
+    seconds=0.02, matrix=128, copy_bytes=1 << 20, tokens=256, update_elems=1 << 16, disk_bytes=1 << 20, rounds=2
 )
 CPU = torch.device("cpu")
 RANK = RankFigures(

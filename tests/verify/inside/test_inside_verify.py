@@ -470,12 +470,7 @@ def test_ranks_that_share_something_do_all_of_it_below_and_a_step_stays_the_same
     run = to_verify(*line.split(), "train.microbatch_sequences=2", "launch.workers=16")
     meshes = [rung.config.mesh for rung in ladder(run, 16)]
     degrees = [(mesh.dp, mesh.cp, mesh.tp, mesh.pp, mesh.pp_schedule) for mesh in meshes]
-    assert degrees == [
-        (None, 1, 1, 1, "1f1b"),
-        (None, 2, 1, 1, "1f1b"),
-        (None, 2, 2, 1, "1f1b"),
-        (2, 2, 2, 2, "gpipe"),
-    ]
+    assert degrees == [(None, 1, 1, 1, "1f1b"), (None, 2, 1, 1, "1f1b"), (None, 2, 2, 1, "1f1b"), (2, 2, 2, 2, "gpipe")]
     for rung, mesh in zip(ladder(run, 16), meshes, strict=True):
         assert mesh.readers(mesh.data_ranks(16)) == 2
         assert rung.config.train == run.train
