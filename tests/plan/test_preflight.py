@@ -14,6 +14,8 @@ from dzero import RunError
 
 MIB = 1 << 20
 SMALL = ["model.hidden_size=64", "model.layers=4", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
+LARGE = ["model.hidden_size=16384", "model.layers=20", "model.heads=128", "model.kv_heads=8", "model.ffn_size=53248"]
+"""68 billion parameters."""
 
 
 def small(*settings: str) -> Any:
@@ -21,7 +23,7 @@ def small(*settings: str) -> Any:
 
 
 def test_train_refuses_a_run_that_is_too_large_and_starts_nothing(tmp_path: Path) -> None:
-    run = typed("train.py", "model=llama_70b", "offload=none", cwd=tmp_path)
+    run = typed("train.py", *LARGE, cwd=tmp_path)
     told = refused(run, "this run cannot fit this machine, so it was not started:", "short (most of it: ")
     assert "launch.check_memory=false" in told
     assert run.stdout == ""
@@ -66,7 +68,7 @@ def test_what_no_setting_could_make_fit_is_told() -> None:
 
 
 def test_under_torchrun_one_rank_of_a_node_tells(tmp_path: Path) -> None:
-    line = ["train.py", "model=llama_70b", "offload=none"]
+    line = ["train.py", "train.microbatch_sequences=1000000", "train.sequence_tokens=100000"]
     ranks = as_torchrun() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     refused(typed(*line, cwd=tmp_path, env=ranks), "cannot fit this machine")
     other = typed(*line, cwd=tmp_path, env=ranks | {"RANK": "1", "LOCAL_RANK": "1"})

@@ -278,6 +278,7 @@ def test_given_scratch_disks_are_those_of_choices_on_disk(tmp_path: Path) -> Non
 
 def test_train_says_what_was_chosen_and_trains_it(tmp_path: Path) -> None:
     settings = [*SMALL, "hardware=laptop", "train.steps=1", "train.evaluate_batches=0", "mesh.dp=1"]
+    settings += ["model.layers=1", "offload=none", "block.activation_checkpoint=none"]
     settings += [f"data.path={write_text(tmp_path / 'text.txt')}", "monitor.tensorboard=false"]
     run = typed(
         *("train.py", *settings, f"offload.disk.paths=[{tmp_path}]"),  # in case that disks are chosen
