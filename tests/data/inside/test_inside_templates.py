@@ -18,8 +18,7 @@ import pytest
 from dzero.data.assistant_spans import TemplateError, TemplateTooSlow, assistant_spans
 from dzero.data.chat_template import ChatEncoder
 from dzero.data.conversations import conversation_of
-from dzero.data.template_process import MOST_LOST, TemplateProcess, TemplateSettings
-from dzero.data.template_process import SLOW as SLOW_PART
+from dzero.data.template_process import TemplateProcess, TemplateSettings
 
 templates = pytest.importorskip("transformers.utils.chat_template_utils")
 
@@ -160,38 +159,6 @@ def test_a_template_that_is_too_slow_for_every_conversation_ends_the_whole(tmp_p
     with pytest.raises(ValueError, match="took 3 s of its 3 s on 3 slow conversations; correct the template"):
         encoder.encode_batch(conversations[:2]) + encoder.encode_batch(conversations)
     encoder.close()
-
-
-def slow_template(seconds: float) -> str:
-    """Return a template that takes `seconds` of processor time on the machine at hand, or up to half as much again."""
-    loops = "{% for i in range(99999) %}{% for j in range(SIZE) %}{% endfor %}{% endfor %}"
-    templates = {str(at): loops.replace("SIZE", str(int(8 * 1.5**at))) for at in range(16)}
-    renderer = TemplateProcess(TemplateSettings(templates, {}, []))
-    with mock.patch.object(renderer, "_count") as counted:
-        for name, template in templates.items():
-            renderer.render(name, MESSAGES, None, None)
-            if counted.call_args.args[0] > seconds:
-                renderer.close()
-                return template
-    raise AssertionError("no template is slow enough")
-
-
-@SLOW_FIRST
-def test_quick_conversations_in_between_do_not_make_up_for_slow_ones() -> None:
-    """Two of three are slow: within the limit, but over a quarter of it on the machine at hand."""
-    slow = slow_template(1.5 * SLOW_PART * 2)
-    renderer = TemplateProcess(TemplateSettings({"slow": slow, "quick": GOOD}, {}, [], seconds=2))
-    told: list[Exception | None] = []
-    while len(told) < 2 * MOST_LOST / SLOW_PART:
-        try:
-            renderer.render("quick" if len(told) % 3 == 2 else "slow", MESSAGES, None, None)
-            told.append(None)
-        except TemplateError as error:
-            told.append(error)
-            if isinstance(error, TemplateTooSlow):
-                break
-    assert re.search(r"of its \d+ s on \d+ slow conversations; correct the template", str(told[-1]))
-    renderer.close()
 
 
 def test_a_few_slow_conversations_among_many_are_skipped_each() -> None:
