@@ -92,8 +92,6 @@ MISTAKES = {
     "train.global_sequences=32 train.accumulate=1 train.microbatch_sequences=4": "take train.accumulate=null, from "
     "which 4 follow, or train.microbatch_sequences=16",
     "train.accumulate=null": "take train.accumulate=1, or a train.global_sequences, from which it then follows",
-    "train.accumulate=null train.global_sequences=12": "take train.microbatch_sequences=2, or "
-    "train.global_sequences as a multiple of 8",
     "train.accumulate=null train.global_sequences=4": "no number of such microbatches makes train.global_sequences; "
     "take train.microbatch_sequences=2, or train.global_sequences as a multiple of 8",
     "train.on_nan=ignore": "train.on_nan='ignore': choose skip or stop",
@@ -139,7 +137,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.product(keep=24)
+@pytest.mark.product(keep=12)
 @pytest.mark.parametrize(("line", "told"), MISTAKES.items(), ids=list(MISTAKES))
 def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: str) -> None:
     found = refusal(*line.replace(": ", ":").split())
@@ -164,7 +162,7 @@ MEANT = {
 """Names that nobody gave, and those that they may stand for."""
 
 
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize(("line", "meant"), MEANT.items(), ids=list(MEANT))
 def test_a_wrong_name_gets_the_nearest_of_its_family_and_size(line: str, meant: str | None) -> None:
     assert refusal(line).partition("]; did you mean ")[2] == ("" if meant is None else f"{meant}?")
@@ -173,13 +171,14 @@ def test_a_wrong_name_gets_the_nearest_of_its_family_and_size(line: str, meant: 
 GROUPS = sorted(path.parent.name + "=" + path.stem for path in CONF.glob("*/*.yaml"))
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("line", GROUPS)
 def test_a_name_in_capitals_gets_the_name(line: str) -> None:
     group, _, name = line.partition("=")
     assert refusal(f"{group}={name.upper()}").endswith(f"did you mean {name}?")
 
 
+@pytest.mark.product(keep=8)
 @pytest.mark.parametrize(
     "line",
     [
@@ -221,7 +220,7 @@ def test_the_settings_of_a_run_are_the_owners_dataclasses() -> None:
     assert run_of("optim.betas=[0.8,0.9]").optim.betas == [0.8, 0.9]
 
 
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("model", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
 def test_every_size_in_conf_is_valid(model: str) -> None:
     run_of(f"model={model}", *(["model.name_or_path=gpt2"] if model == "hf" else []))
@@ -292,7 +291,6 @@ def test_old_names_of_settings_are_taken_with_a_warning(capsys: pytest.CaptureFi
     told = capsys.readouterr().err
     assert "warning: zero.states_over is now zero.optimizer_shard_axes" in told
     assert "warning: mesh.pp_parts is now mesh.pp_stages_per_rank" in told
-    assert refusal("--multirun", "zero.states_over=shard,all", "mesh.replicate=2", "launch.workers=4") == ""
     with pytest.warns(FutureWarning, match=r"zero\.states_over is now zero\.optimizer_shard_axes"):
         assert ZeroConfig(states_over="all").optimizer_shard_axes == ["replicate", "shard"]  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"states_over is the old name of .*; give one of them"):

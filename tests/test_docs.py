@@ -25,7 +25,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = (('"cuda"', '"cpu"'), ("tp=8", "tp=2"), ("pp=4", "pp=2"), ("ep=8", "ep=2"), ("4096", "16"))
 """What a block says, and what it says on two ranks without GPUs."""
-SIZES = [f"model.{size}=2" for size in ("layers", "heads", "kv_heads")] + ["model.hidden_size=16", "model.ffn_size=16"]
+SIZES = [f"model.{size}=2" for size in ("layers", "heads", "kv_heads")] + [
+    "model.hidden_size=16",
+    "model.ffn_size=16",
+    "model.tied=false",
+]
 MIXTURE = ["model=tiny_moe", *SIZES, "model.experts=2", "model.top_k=1"]
 BATCH, TIME = 2, 8
 COMMAND = re.compile(r"\s*(python train\.py|python -m dzero|dzero)\s")
@@ -71,6 +75,7 @@ def run(rank: int, ranks: int, page: str, code: str) -> None:
     exec("import torch, dzero\n" + code, known)  # noqa: S102 (our own pages)
 
 
+@pytest.mark.product(keep=8)
 @pytest.mark.parametrize(("page", "line", "code"), blocks("python"), ids=lambda each: str(each)[:40].split("\n")[0])
 def test_a_block_of_python_runs(pool: Pool, page: str, line: int, code: str) -> None:
     pool.run(run_in_the_group, 2, page, code)
@@ -95,7 +100,7 @@ def test_there_are_commands() -> None:
     assert len(commands()) > 20
 
 
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=6)
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
     words = shlex.split(command.replace("...", ""))

@@ -255,7 +255,7 @@ def slow(cases: Iterable[str], first: Collection[str]) -> list[Any]:
     return [pytest.param(each, marks=() if each in first else pytest.mark.slow) for each in cases]
 
 
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("line", slow(CASES, FIRST))
 def test_what_is_seen_before_training_is_refused_in_one_line(folder: Path, line: str) -> None:
     data = [] if "data.path=" in line else ["data.path=good.txt"]
@@ -279,6 +279,7 @@ def test_the_launcher_refuses_as_a_worker_of_torchrun_does(folder: Path) -> None
     assert refused(plainly, says) == refused(train(folder, *line), says)
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -294,6 +295,7 @@ def test_what_an_option_cannot_be_is_told(folder: Path, command: str, says: str)
     assert says in typed("-m", "dzero", *command.split(), cwd=folder).stderr
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("command", ["plan", "explain"])
 def test_the_other_commands_refuse_the_same_inputs(folder: Path, command: str) -> None:
     line = ["-m", "dzero", command, "hardware=laptop"]
@@ -341,7 +343,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("option", slow(OUTPUTS, ["--picture=absent/x.png", "--tensorboard=good.txt"]))
+@pytest.mark.parametrize("option", slow(OUTPUTS, ["--picture=absent/x.png"]))
 def test_what_a_plan_cannot_write_is_told_before_the_plan(folder: Path, closed: Path, option: str) -> None:
     ended = typed("-m", "dzero", "plan", "hardware=laptop", option, cwd=folder)
     refused(ended, option.partition("=")[2], OUTPUTS[option])
@@ -370,15 +372,14 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "line", slow(RANKS, ["RANK=abc WORLD_SIZE=2", "RANK=1 LOCAL_RANK=1", "OMPI_COMM_WORLD_SIZE=2"])
-)
+@pytest.mark.parametrize("line", slow(RANKS, ["RANK=abc WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2"]))
 def test_an_environment_that_names_no_rank_is_refused_in_one_line(folder: Path, line: str) -> None:
     env = dict(word.split("=") for word in line.split())
     told = refused(train(folder, "data.path=good.txt", env=env), RANKS[line], "for a run without it")
     assert told.count("\n") == 1
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(("here", "missing"), [(0, "1, 2"), (1, "0, 2")])
 def test_a_rank_that_does_not_come_is_named(folder: Path, here: int, missing: str) -> None:
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -386,7 +387,7 @@ def test_a_rank_that_does_not_come_is_named(folder: Path, here: int, missing: st
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     line = ["data.path=good.txt", "launch.timeout_s=1", "launch.check_memory=false"]
     told = refused(train(folder, *line, env=ranks | meeting))
-    assert f"rank {missing} of 3 did not come within launch.timeout_s=1.0" in told
+    assert f"rank {missing} of 3 did not come within launch.timeout_s=1\n" in told
 
 
 def test_a_group_without_a_place_to_meet_is_refused_in_one_line(folder: Path) -> None:
@@ -395,6 +396,7 @@ def test_a_group_without_a_place_to_meet_is_refused_in_one_line(folder: Path) ->
     assert told.count("\n") == 1
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("words", [["train.py"], ["-m", "dzero", "plan"]], ids=["train", "plan"])
 def test_a_working_directory_that_is_gone_is_told_in_one_line(words: list[str], tmp_path: Path) -> None:
     leaving = """mkdir gone && cd gone && rmdir ../gone && exec "$@" """

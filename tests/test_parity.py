@@ -24,7 +24,7 @@ def check(pool: Pool, cell: Cell) -> None:
     assert parity_cells.differences(result, want) == []
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("cell", parity_cells.pairwise_cover(), ids=name)
 def test_stage_parity(pool: Pool, cell: Cell) -> None:
     check(pool, cell)

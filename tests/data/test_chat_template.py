@@ -49,6 +49,7 @@ def test_the_mask_is_that_of_transformers_with_tags_and_the_same_without(tmp_pat
     maker.close()
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
 def test_turns_of_a_template_that_drops_thinking_count_in_tokens(tmp_path: Path, loss_on: str) -> None:
     first, last = "Paris<|im_end|>", "<think>\nso\n</think>\n\nagain<|im_end|>"
@@ -56,7 +57,7 @@ def test_turns_of_a_template_that_drops_thinking_count_in_tokens(tmp_path: Path,
     assert found == ([first, last] if loss_on == "assistant" else [last])
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("template", [chat.CHATML, NO_TAGS, chat.THINKING], ids=["tags", "prefixes", "thinking"])
 def test_completion_is_the_last_turn_and_all_is_every_token_but_the_first(tmp_path: Path, template: str) -> None:
     folder = chat.write_model(tmp_path, template)

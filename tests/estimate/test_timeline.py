@@ -36,25 +36,21 @@ def when(timeline: Any, kind: str, unit: str | None = None) -> list[Any]:
     return in_order(bar for bar in timeline.bars if bar.kind == kind and unit in (None, bar.unit))
 
 
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("hardware", ["h100_80g", "laptop"])
 @pytest.mark.parametrize(
     "run",
     [
         "zero.stage=0",
-        "zero.stage=1 train.accumulate=3",
         "zero.stage=2 train.accumulate=2 offload=host",
         "zero.stage=3 train.accumulate=2",
         "zero.stage=3 zero.reshard_after_forward=false mesh.replicate=2",
-        "zero.stage=3 offload=host offload.overlap=step",
         "zero.stage=3 offload=host offload.overlap=backward",
         "zero.stage=3 offload=host offload.overlap=delayed",
         "zero.stage=3 offload=host_all train.accumulate=2 block.activation_checkpoint=full",
         "zero.stage=2 offload.master=host",
-        "zero.stage=2 offload.moments=host",
         "zero.stage=2 offload=disk",
         "zero.stage=3 offload=infinity train.accumulate=2",
-        "zero.stage=3 offload=infinity offload.overlap=step",
         "zero.stage=3 zero.node_ranks=2 zero.reshard_after_forward=2 precision.gather=int8 precision.reduce=int4",
         "zero.stage=3 offload=host offload.grad_fraction=0.5 offload.master_fraction=0.5 offload.moments_fraction=0.5",
     ],
@@ -146,8 +142,8 @@ def test_disk_is_read_ahead_as_far_as_turns_reach() -> None:
 
 
 def test_every_microbatch_is_there() -> None:
-    plan, timeline = foreseen("zero.stage=3 model.layers=12 train.accumulate=16")
-    assert len(timeline.bars) > 16 * 12 * 5
+    plan, timeline = foreseen("zero.stage=3 model.layers=4 train.accumulate=16")
+    assert len(timeline.bars) > 16 * 4 * 5
     assert len(timeline.microbatches_s) == 16
     assert timeline.end_s >= plan.pace.step_s * (1 - 1e-9)
 

@@ -66,7 +66,7 @@ def is_of(rule: Rule, told: str) -> bool:
     return rule.why in told and all(named(key) in told for key in rule.conditions)
 
 
-@pytest.mark.product(keep=24)
+@pytest.mark.product(keep=12)
 @pytest.mark.parametrize("rule", TYPED, ids=lambda rule: rule.when)
 def test_a_command_line_is_refused_by_its_row(rule: Rule) -> None:
     told = refusal(*rule.example.split())
@@ -97,7 +97,7 @@ def of_library(rule: Rule) -> bool:
     return {key.partition(".")[0] for key in rule.conditions} <= LIBRARY and bool(rule.example)
 
 
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("rule", [rule for rule in RULES if of_library(rule)], ids=lambda rule: rule.when)
 def test_the_library_refuses_the_same(rule: Rule) -> None:
     words = [word for word in rule.example.split() if not word.startswith("model=")]

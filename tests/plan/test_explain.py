@@ -31,7 +31,7 @@ def rows_of(*words: str) -> dict[str, Any]:
     return {first: table.rows for first, table in tables.items()}
 
 
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     "line",
     [

@@ -77,8 +77,8 @@ def test_rates_that_were_measured_have_no_lower_bound_beside_them() -> None:
 
 GIB = 1 << 30
 VOCAB = 128_256
-SIZES = {"1 B": (2048, 8192, 16, 32), "8 B": (4096, 14336, 32, 32), "70 B": (8192, 28672, 80, 64)}
-"""Width, width of the feed-forward layers, layers and heads of Llama 3; 8 heads of keys and values."""
+SIZES = {"small": (4096, 14336, 2, 32), "8 B": (4096, 14336, 32, 32), "70 B": (8192, 28672, 80, 64)}
+"""Width, width of the feed-forward layers, layers and heads of Llama 3, and of two of its layers; 8 heads of keys and values."""
 QLORA = "adapter=qlora adapter.target_modules=all-linear adapter.r=16 train.sequence_tokens=4096"
 WHOLE = "hardware=rtx4090 precision=bf16_remainder precision.moments=int8 offload=host_all optim.max_norm=1.0"
 FITS = "tests/plan/test_published.py::test_a_plan_of_fine_tuning_fits_one_card"
@@ -95,7 +95,7 @@ def frozen_bytes(size: str) -> int:
 @pytest.mark.parametrize(
     ("size", "line", "tier", "most_gib", "frozen"),
     [
-        ("1 B", f"{QLORA} hardware=rtx4090", "device", 24, True),
+        ("small", f"{QLORA} hardware=rtx4090", "device", 24, True),
         pytest.param("8 B", f"{QLORA} hardware=rtx4090", "device", 24, True, marks=pytest.mark.full(FITS)),
         pytest.param("70 B", f"{QLORA} hardware=h100_80g", "device", 55, True, marks=pytest.mark.full(FITS)),
         pytest.param(

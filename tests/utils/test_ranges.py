@@ -81,6 +81,7 @@ def test_absurd_numbers_are_refused_in_a_line_at_once(key: str, values: tuple[st
     assert taken == []
 
 
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize(
     "settings",
     [

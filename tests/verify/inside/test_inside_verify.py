@@ -319,7 +319,7 @@ HOST = "zero.stage=3 offload=host"
 QUERY, NORM_OF = "attention.query.weight", "attention_norm.weight"
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("line", "fault", "mark", "param"),
     [
@@ -385,6 +385,7 @@ def test_native_reductions_agree_until_one_units_divisor_is_off_by_one(
     assert "gradient norm of unit layers.1 in step 1 6." in verdict(wrong)
 
 
+@pytest.mark.full("tests/verify/inside/test_inside_verify.py::test_a_fault_is_larger_than_a_tolerance")
 def test_a_model_with_noise_differs_from_itself_and_its_spread_is_the_measure(
     pool: Pool, text: Path, tmp_path: Path
 ) -> None:
@@ -407,14 +408,12 @@ STAGE_1, STAGE_2 = "stage 1 on the device", "stage 2 on the device"
 SEQUENCES, MATRICES, PIPE = (f"{BASELINE} over {what}" for what in ("cut sequences", "cut matrices", "a pipeline"))
 
 
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=6)
 @pytest.mark.parametrize(
     ("line", "ranks", "names", "is_exact"),
     [
         ("zero.stage=0", 2, None, True),
-        ("zero.stage=2", 2, [], True),
         ("zero.stage=3 offload=infinity precision=bf16_remainder", 4, [], True),
-        ("zero.stage=1 train.accumulate=4", 2, [], True),
         ("zero.stage=2 train.accumulate=4", 2, [], False),
         ("zero.stage=3 train.accumulate=4", 2, [STAGE_2], True),
         ("zero.stage=3 mesh.replicate=2", 4, [STAGE_1], True),
@@ -430,22 +429,17 @@ SEQUENCES, MATRICES, PIPE = (f"{BASELINE} over {what}" for what in ("cut sequenc
             *(["updates a step late"], True),
         ),
         ("zero.stage=2 precision.moments=int8", 2, [STAGE_1], True),
-        ("zero.stage=3 precision.gather=int8", 2, [STAGE_1], True),
         ("zero.stage=3 offload=host_all precision.fetch=fp8", 1, [], False),
         ("zero.stage=3 offload=host_all precision.gather=int8 precision.fetch=fp8", 2, [STAGE_1], False),
         ("zero.stage=2 precision.reduce=int4 zero.node_ranks=2", 4, [STAGE_1], True),
-        ("zero.stage=3 zero.node_ranks=2", 4, [], True),
         ("zero.stage=3 zero.reduction=native", 2, [], False),
-        ("zero.stage=2 optim.rule=SGD", 2, [], False),
         ("zero.stage=2 optim.rule=Adafactor offload=host", 2, [], True),
-        ("zero.stage=0 mesh.cp=2", 2, [], False),
         ("zero.stage=3 mesh.cp=2 offload=host", 2, [SEQUENCES], True),
         (
             *("zero.stage=3 mesh.dp=2 mesh.cp=2 train.accumulate=2 block.tiles=2", 4),
             *([f"{BASELINE} with its tiles", SEQUENCES, STAGE_2], True),
         ),
         ("zero.stage=3 mesh.tp=2", 2, [MATRICES], True),
-        ("zero.stage=3 offload=host precision.compute=fp8_rowwise", 2, [], True),
         ("zero.stage=0 mesh.pp=2 train.accumulate=2", 2, [], False),
         ("zero.stage=1 mesh.ep=2 model=tiny_moe", 2, [MATRICES], True),
         (
