@@ -25,11 +25,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = (('"cuda"', '"cpu"'), ("tp=8", "tp=2"), ("pp=4", "pp=2"), ("ep=8", "ep=2"), ("4096", "16"))
 """What a block says, and what it says on two ranks without GPUs."""
-SIZES = [f"model.{size}=2" for size in ("layers", "heads", "kv_heads")] + [
-    "model.hidden_size=16",
-    "model.ffn_size=16",
-    "model.tied=false",
-]
+SIZES = [f"model.{size}=2" for size in ("layers", "heads", "kv_heads")]
+SIZES += ["model.hidden_size=16", "model.ffn_size=16", "model.tied=false"]
 MIXTURE = ["model=tiny_moe", *SIZES, "model.experts=2", "model.top_k=1"]
 BATCH, TIME = 2, 8
 COMMAND = re.compile(r"\s*(python train\.py|python -m dzero|dzero)\s")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,22 @@ def test_shard_takes_few_arguments() -> None:
     assert len(inspect.signature(dzero.shard).parameters) <= MOST_ARGUMENTS
 
 
-def layouts(rank: int, ranks: int, group: str, named: dict[str, dict[str, Any]], folder: str) -> list[tuple[str, str]]:
-    """What is shown of a model that is sharded with a preset by its name, and with its settings."""
+def layouts(rank: int, ranks: int, group: str, named: dict[str, dict[str, Any]], folder: str) -> list[tuple[Any, Any]]:
+    """The table of a model that is sharded with a preset by its name, and with its settings."""
     kind = {"precision": dzero.PrecisionConfig, "offload": dzero.OffloadConfig}[group]
-    os.chdir(folder)  # which the presets of disks mean
-    return [
-        tuple(repr(dzero.shard(net(), stage=3, **{group: given})) for given in (name, kind(**settings)))
-        for name, settings in named.items()
-    ]  # type: ignore[misc]
+
+    def layout(given: Any) -> Any:
+        return dzero.shard(net(), stage=3, **{group: given}).layout
+
+    with chdir(folder):  # which presets of disks mean
+        return [(layout(name), layout(kind(**settings))) for name, settings in named.items()]
 
 
 @pytest.mark.parametrize("group", ["precision", "offload"])
 def test_presets_are_the_files_of_conf(pool: Pool, group: str, tmp_path: Path) -> None:
     files = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / group).glob("*.yaml")}
-    for one, other in pool.run(layouts, 1, group, files, str(tmp_path))[0]:
-        assert one == other
+    for by_name, by_settings in pool.run(layouts, 1, group, files, str(tmp_path))[0]:
+        assert by_name == by_settings
     with pytest.raises(TypeError, match="choose one of") as told:
         dzero.shard(net(), **{group: "no preset"})
     assert sorted(re.findall(r"'(\w+)'", str(told.value).partition("choose one of")[2])) == sorted(files)

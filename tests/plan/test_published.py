@@ -78,7 +78,7 @@ def test_rates_that_were_measured_have_no_lower_bound_beside_them() -> None:
 GIB = 1 << 30
 VOCAB = 128_256
 SIZES = {"small": (4096, 14336, 2, 32), "8 B": (4096, 14336, 32, 32), "70 B": (8192, 28672, 80, 64)}
-"""Width, width of the feed-forward layers, layers and heads of Llama 3, and of two of its layers; 8 heads of keys and values."""
+"""Width, width of the feed-forward layers, layers and heads of Llama 3, all with 8 heads of keys and values."""
 QLORA = "adapter=qlora adapter.target_modules=all-linear adapter.r=16 train.sequence_tokens=4096"
 WHOLE = "hardware=rtx4090 precision=bf16_remainder precision.moments=int8 offload=host_all optim.max_norm=1.0"
 FITS = "tests/plan/test_published.py::test_a_plan_of_fine_tuning_fits_one_card"
