@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -104,11 +105,17 @@ def test_every_figure_of_this_machine_is_measured() -> None:
     assert cached(2) == found
 
 
-def test_a_machine_that_is_known_is_not_measured_again(known: Measurement) -> None:
+def test_a_machine_that_is_known_is_not_measured_again_unless_its_file_is_damaged(
+    known: Measurement, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (known.key.ranks, known.key.torch) == (2, torch.__version__)
     assert cached(2) == known
     assert hardware_of(run_of("launch.workers=2")) == known.hardware
     assert cached(3) is None
+    path = measurement_cache.folder() / known.key.file
+    path.write_text("{")
+    assert cached(2) is None
+    assert f"{path}: damaged" in capsys.readouterr().err
 
 
 def test_the_command_shows_age_figures_and_a_file(
@@ -127,6 +134,24 @@ def test_the_command_shows_age_figures_and_a_file(
     assert all(figure in table for figure in HardwareConfig.__dataclass_fields__.keys() - {"name", "device_type"})
     for shown in ("device_bytes 8.00 GiB", "bf16_flops 150 GFLOP/s", "collective_latency_s 200 µs", "network unknown"):
         assert shown in table
+
+
+def test_the_command_measures_what_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def measure(ranks: int | None, disks: list[str]) -> Measurement:
+        asked.append((ranks, disks))
+        return MEASUREMENT
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("dzero.cli.machine.measured", measure)
+    for arguments in (["--ranks", "2"], ["--ranks", "2", "--measure", "--disk", str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["dzero", "hardware", *arguments])
+        command.main()
+    assert asked == [(2, ["."]), (2, [str(tmp_path)])]
+    assert "measuring" in capsys.readouterr().err
 
 
 def test_figures_of_one_disk_are_not_shown_for_another(
@@ -250,6 +275,12 @@ def test_it_is_private_and_alone(place: Path) -> None:
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
     assert [file.name for file in place.parent.iterdir()] == [KEY.file]
+
+
+def test_without_a_setting_it_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert measurement_cache.folder() == tmp_path / ".cache/dzero"
 
 
 def test_a_write_that_fails_leaves_the_old_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
