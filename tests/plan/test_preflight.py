@@ -91,6 +91,6 @@ def test_models_of_transformers_are_checked_too(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_foreseen_is_told_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What an interleaved pipeline holds at once is not foreseen."""
-    run = small("mesh.dp=1", "mesh.pp=2", "mesh.pp_schedule=interleaved", "train.accumulate=2")
+    run = small("mesh.dp=1", "mesh.pp=2", "mesh.pp_schedule=interleaved", "train.accumulate=2", "model.layers=4")
     assert check_memory(run, MIB // 4) is not None
     assert "warning: memory was not checked: what mesh.pp_schedule=interleaved holds" in capsys.readouterr().err
