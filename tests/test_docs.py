@@ -72,7 +72,7 @@ def run(rank: int, ranks: int, page: str, code: str) -> None:
     exec("import torch, dzero\n" + code, known)  # noqa: S102 (our own pages)
 
 
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=6)
 @pytest.mark.parametrize(("page", "line", "code"), blocks("python"), ids=lambda each: str(each)[:40].split("\n")[0])
 def test_a_block_of_python_runs(pool: Pool, page: str, line: int, code: str) -> None:
     pool.run(run_in_the_group, 2, page, code)
@@ -97,7 +97,7 @@ def test_there_are_commands() -> None:
     assert len(commands()) > 20
 
 
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
     words = shlex.split(command.replace("...", ""))

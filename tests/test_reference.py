@@ -128,7 +128,7 @@ def test_with_one_microbatch_early_and_late_are_the_same_bits() -> None:
     assert all(torch.equal(late.masters[name], early.masters[name]) for name in late.masters)
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("working", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", list(SHAPES))
 def test_every_dtype_learns_every_net(kind: str, working: torch.dtype) -> None:

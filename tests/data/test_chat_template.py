@@ -50,14 +50,14 @@ def test_the_mask_is_that_of_transformers_with_tags_and_the_same_without(tmp_pat
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+@pytest.mark.parametrize("loss_on", ["completion", "assistant"])
 def test_turns_of_a_template_that_drops_thinking_count_in_tokens(tmp_path: Path, loss_on: str) -> None:
     first, last = "Paris<|im_end|>", "<think>\nso\n</think>\n\nagain<|im_end|>"
     found = encode(chat.write_model(tmp_path, chat.THINKING), THOUGHT, loss_on)
     assert found == ([first, last] if loss_on == "assistant" else [last])
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full("tests/data/test_chat_template.py::test_turns_of_a_template_that_drops_thinking_count_in_tokens")
 @pytest.mark.parametrize("template", [chat.CHATML, NO_TAGS, chat.THINKING], ids=["tags", "prefixes", "thinking"])
 def test_completion_is_the_last_turn_and_all_is_every_token_but_the_first(tmp_path: Path, template: str) -> None:
     folder = chat.write_model(tmp_path, template)

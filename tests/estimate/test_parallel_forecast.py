@@ -159,7 +159,8 @@ def test_ranks_that_share_a_sequence_or_experts_hold_less() -> None:
         assert alone[kind] - shared[kind] == of_experts // 2 * itemsize
 
 
-@pytest.mark.parametrize(("line", "axis"), [(CP, "cp"), pytest.param(EP, "ep", marks=FULL)])
+@pytest.mark.full("tests/estimate/inside/test_inside_search.py::test_the_search_finds_what_trying_everything_finds")
+@pytest.mark.parametrize(("line", "axis"), [(CP, "cp"), (EP, "ep")])
 def test_auto_keeps_the_mesh_and_the_step(line: str, axis: str) -> None:
     words = [*words_of(f"{line} mesh.dp=2"), "zero=auto", "train.accumulate=null", "train.global_sequences=8"]
     chosen = from_words.chosen(*words)

@@ -14,8 +14,8 @@ from dzero import RunError
 
 MIB = 1 << 20
 SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
-LARGE = ["model.hidden_size=16384", "model.layers=20", "model.heads=128", "model.kv_heads=8", "model.ffn_size=53248"]
-"""68 billion parameters."""
+LARGE = ["model.hidden_size=32768", "model.layers=5", "model.heads=256", "model.kv_heads=8", "model.ffn_size=106496"]
+"""64 billion parameters."""
 
 
 def small(*settings: str) -> Any:

@@ -52,7 +52,14 @@ def test_products_in_8_bits_are_within_6_percent_of_what_torchao_measured(comput
     assert found.tokens_per_s / 8 == pytest.approx(tokens_per_s, rel=0.06)
 
 
-LINE = ["model=llama_1b", "mesh.dp=64", "block.activation_checkpoint=full", *SEQUENCE, "train.sequence_tokens=4096"]
+LINE = [
+    "model=llama_1b",
+    "model.layers=2",
+    "mesh.dp=64",
+    "block.activation_checkpoint=full",
+    *SEQUENCE,
+    "train.sequence_tokens=4096",
+]
 
 
 def test_the_plan_prints_a_lower_bound_beside_what_is_expected_and_says_what_each_assumes() -> None:

@@ -93,7 +93,6 @@ GREEDY = {
     "{{ 'xx' * 5000000 }}": "more than 1000000 characters",
     "{% set n = namespace(s='aa') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}": "MemoryError",
     "{% set n = namespace(s=['a']) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}": "MemoryError",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "took more than 1 s",
     "{{ 10 ** (10 ** 9) }}": "took more than 1 s",
 }
 TEMPLATES = UNSAFE | BROKEN | GREEDY

@@ -209,7 +209,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.product(keep=1)
+@SAME_AS_BY_TRYING
 @pytest.mark.parametrize("line", GIVEN)
 def test_what_is_given_stays_and_the_step_keeps_its_sequences(searched: Searched, line: str) -> None:
     given, hardware = [*line.split(), *(FREE if "offload" in line or "block" in line else [])], node(GIVEN[line])
@@ -258,10 +258,11 @@ def test_nodes_that_measure_themselves_may_not_choose(monkeypatch: pytest.Monkey
         choose(run_of(*SMALL), SMALL)
 
 
+@SAME_AS_BY_TRYING
 def test_a_choice_can_be_pasted(searched: Searched) -> None:
     """What the line says, given as settings, is the run that was chosen."""
     config, candidates, on = searched
-    for budget in ((30,),):
+    for budget in ((30,), (7, 8)):
         best = search(candidates, on(node(*budget))).best[0].candidate
         defaults = {key: default_of(config, key) for key in best.settings if key != "zero.stage"}
         pasted = words(best.settings, defaults).split()

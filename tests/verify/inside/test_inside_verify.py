@@ -286,21 +286,17 @@ def test_what_adds_in_another_order_agrees_and_above_it_placement_changes_nothin
 # What is wrong
 
 
+@pytest.mark.full(WRONG)
 @pytest.mark.parametrize(
     ("line", "fault", "rung", "unit", "norm", "told"),
     [
         (PIPELINE, ("lonely ends",), 1, "root", None, "over a pipeline from stage 0 on the device: "),
-        *(
-            pytest.param(*each, marks=pytest.mark.full(WRONG))
-            for each in (
-                (TENSOR, ("loud rank", "layers.1.ffn.down"), 1, "layers.1", None, "over cut matrices from stage 0"),
-                (CUT, ("lonely keys",), 1, None, None, "gradient norm of unit layers."),
-                (f"{HOPS} precision=fp32", ("wrong copy", "layers.1"), 1, "layers.1", 1 / 32, "unit layers.1"),
-                (
-                    *("zero.stage=0 block.tiles=3 precision=fp32", ("not updated", "ffn.tiles."), 1, None, None),
-                    "Expected: a tolerance, since tiles add partial sums",
-                ),
-            )
+        (TENSOR, ("loud rank", "layers.1.ffn.down"), 1, "layers.1", None, "over cut matrices from stage 0"),
+        (CUT, ("lonely keys",), 1, None, None, "gradient norm of unit layers."),
+        (f"{HOPS} precision=fp32", ("wrong copy", "layers.1"), 1, "layers.1", 1 / 32, "unit layers.1"),
+        (
+            *("zero.stage=0 block.tiles=3 precision=fp32", ("not updated", "ffn.tiles."), 1, None, None),
+            "Expected: a tolerance, since tiles add partial sums",
         ),
     ],
 )
