@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dzero.zero.fsdp_internals import SEAMS as FSDP_SEAMS
-
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dzero"
 # One line is one level; a package imports from packages before it, so within a line from left to right.
@@ -297,9 +295,11 @@ def defined(source: ast.Module) -> set[str]:
 
 def of_fsdp2() -> set[str]:
     """Attributes of FSDP2's private objects whose names have no underscore, and which dzero does not define itself."""
-    names = {each.split(".")[-1] for seam in FSDP_SEAMS for name in seam.names for each in name.split(" or ")}
+    seams = [call for call in calls(PACKAGE / "zero" / "fsdp_internals.py") if dotted(call.func) == "Seam"]
+    texts = [node.value for seam in seams for node in ast.walk(seam.args[0]) if isinstance(node, ast.Constant)]
+    names = {each.strip().split(".")[-1] for text in texts for each in text.split(" or ")}
     ours = set().union(*(defined(tree(path)) for path in FILES if module_of(path) not in SEAMS))
-    return {name for name in names if not is_private(name)} - ours
+    return {name for name in names if name and not is_private(name)} - ours
 
 
 def private_of_torch(source: ast.Module, ours: set[str], fsdp2: set[str] = frozenset()) -> Iterator[tuple[int, str]]:

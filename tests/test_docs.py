@@ -11,28 +11,23 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from from_words import model_of, run_of, settings_of, to_verify
 from pool import Pool
 from torch import Tensor, nn
-
-from dzero.__main__ import parsed
-from dzero.config import CONF
-from dzero.models.config import LlamaShape, MoEShape
-from dzero.models.llama import Llama
-from dzero.models.moe import Experts, MoE
-from dzero.overrides import CONFIG_NAME, composed
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = (('"cuda"', '"cpu"'), ("tp=8", "tp=2"), ("pp=4", "pp=2"), ("ep=8", "ep=2"), ("4096", "16"))
 """What a block says, and what it says on two ranks without GPUs."""
-SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_size": 16}
+SIZES = [f"model.{size}=2" for size in ("layers", "heads", "kv_heads")]
+SIZES += ["model.hidden_size=16", "model.ffn_size=16", "model.tied=false"]
+MIXTURE = ["model=tiny_moe", *SIZES, "model.experts=2", "model.top_k=1"]
 BATCH, TIME = 2, 8
 COMMAND = re.compile(r"\s*(python train\.py|python -m dzero|dzero)\s")
 
@@ -60,12 +55,13 @@ def run(rank: int, ranks: int, page: str, code: str) -> None:
     torch.manual_seed(0)
     batches = torch.randint(32, (4, BATCH, TIME + 1))
     tokens, targets = batches[0, :, :-1], batches[0, :, 1:]
+    model = model_of(32, *(MIXTURE if "experts" in page else SIZES))
     known = {
-        "model": MoE(MoEShape(**SIZES, experts=2, top_k=1)) if "experts" in page else Llama(LlamaShape(**SIZES)),
+        "model": model,
         "steps": [(batches[..., :-1], batches[..., 1:])] if "pipeline" in page else [batches],
         "loss_of": loss_of,
         "cross_entropy": F.cross_entropy,
-        "MyExperts": Experts,
+        "MyExperts": next((type(each) for each in model.modules() if type(each).__name__ == "Experts"), None),
         "tokens": tokens,
         "targets": targets,
         "batch": BATCH,
@@ -76,6 +72,7 @@ def run(rank: int, ranks: int, page: str, code: str) -> None:
     exec("import torch, dzero\n" + code, known)  # noqa: S102 (our own pages)
 
 
+@pytest.mark.product(keep=6)
 @pytest.mark.parametrize(("page", "line", "code"), blocks("python"), ids=lambda each: str(each)[:40].split("\n")[0])
 def test_a_block_of_python_runs(pool: Pool, page: str, line: int, code: str) -> None:
     pool.run(run_in_the_group, 2, page, code)
@@ -100,18 +97,21 @@ def test_there_are_commands() -> None:
     assert len(commands()) > 20
 
 
-@pytest.mark.product(keep=12)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
     words = shlex.split(command.replace("...", ""))
     words = words[1:] if words[0] == "dzero" else words[2:] if words[1] == "train.py" else words[3:]
     if "train.py" not in command and not command.startswith("dzero train"):
-        options = parsed(words)
-        words = list(getattr(options, "settings", []))
+        words = settings_of(*words)
     else:
-        words = [word for word in words if word != "train" and (not word.startswith("-") or word in CONFIG_NAME)]
-    verify = [word for word in words if word.startswith("verify.")]
-    composed([word for word in words if word not in verify], CONF)
+        words = [
+            word
+            for word in words
+            if word != "train" and (not word.startswith("-") or "-cn" in word or "config-name" in word)
+        ]
+    verified = any(word.startswith("verify.") for word in words)
+    (to_verify if verified else run_of)(*words)
 
 
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]

@@ -36,6 +36,7 @@ def losses_in(told: str) -> list[float]:
     return [float(line.split("loss ")[1].split(",")[0]) for line in told.splitlines() if "loss " in line]
 
 
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_runs_and_learns(pool: Pool, script: str, tmp_path: Path) -> None:
     assert (EXAMPLES / script).read_text().count("\n") <= MOST_LINES
@@ -56,13 +57,13 @@ def run_by_torchrun(script: str, folder: Path) -> str:
     return ended.stdout
 
 
+@pytest.mark.full("tests/test_examples.py::test_an_example_runs_and_learns")
 def test_one_of_them_runs_as_it_says(tmp_path: Path) -> None:
     assert run_by_torchrun("own_loop.py", tmp_path).startswith("Sharded(Sequential")
 
 
-@pytest.mark.parametrize(
-    "script", [TRAINERS[0], *(pytest.param(each, marks=pytest.mark.full) for each in TRAINERS[1:])]
-)
+@pytest.mark.full("tests/test_examples.py::test_an_example_runs_and_learns")
+@pytest.mark.parametrize("script", TRAINERS)
 def test_a_script_of_trainer_runs_and_learns(script: str, tmp_path: Path) -> None:
     assert (EXAMPLES / script).read_text().count("\n") <= MOST_LINES
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", run_by_torchrun(script, tmp_path))]

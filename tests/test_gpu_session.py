@@ -57,7 +57,7 @@ def figures(session: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {step["name"]: step["figures"] for step in session["steps"]}
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/test_gpu_session.py::test_a_session_that_is_told_to_end_writes_what_it_has_and_leaves_nobody")
 def test_a_rehearsal_runs_every_step_and_goes_on_past_one_that_fails_and_one_that_hangs(tmp_path: Path) -> None:
     tag, out = new_tag(), tmp_path / "out"
     with start(tmp_path, "--budget-s", str(SECONDS), "--inject", "fail", "hang", "--out", out, tag=tag) as running:

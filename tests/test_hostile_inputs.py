@@ -19,12 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typed_commands import ROOT, Ended, as_torchrun, in_a_process, refused, typed
-
-from dzero import RunError
-from dzero.data.config import DataConfig
-from dzero.errors import user_errors
-from dzero.models.safetensors_reader import StoredTensor
+from torch.distributed import TCPStore
+from typed_commands import ROOT, Ended, as_torchrun, refused, typed
 
 SMALL = [
     "train.steps=1",
@@ -91,30 +87,22 @@ TEXT = b"words of a text " * 500
 FILES: dict[str, bytes | Callable[[], bytes]] = {
     "good.txt": TEXT,
     "good.bin": bytes(range(200)) * 20,
-    "empty.txt": b"",
-    "empty.bin": b"",
     "odd.bin": b"abc",
     "float.npy": saved(np.zeros(99)),
-    "grid.npy": saved(np.zeros((9, 9), np.int32)),
-    "minus.npy": saved(np.full(99, -1)),
     "half.npy": saved(np.arange(4000))[:2000],
     "zipped.npy": zipped(),
-    "pickled.npy": saved(np.array([{}, 1], object)),
     "header.npy": b"\x93NUMPY\x01\x00\xff\xff{",
     "huge.npy": b"\x93NUMPY\x01\x00"
     + struct.pack("<H", 118)
     + b"{'descr': '<i8', 'fortran_order': False, 'shape': (99999999999999999999,), }".ljust(117)
     + b"\n",
-    "page.html": b"<p>",
     "deep.jsonl": nested("text"),
     "keys.jsonl": b'{"body": "a"}\n',
-    "broken.jsonl": b'{"text": "a"}\n{"te',
     "digits.jsonl": b'{"text": "a", "n": ' + b"9" * 9999 + b"}\n",
     "latin.txt": "é".encode("latin-1") * 999,
     "pages.parquet": lambda: parquet(flip_pages),
     "footer.parquet": lambda: parquet(flip_footer),
     "no.parquet": b"PAR1 but no more",
-    "junk.json": b"{}",
     "deep.json": nested("model"),
     "list.json": b"[1]",
     "unended.json": tokenizer(),
@@ -122,13 +110,8 @@ FILES: dict[str, bytes | Callable[[], bytes]] = {
     "without.json": tokenizer(model={"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "<unk>"}),
     "config/kv_heads/config.json": json.dumps(LLAMA | {"num_key_value_heads": 3}).encode(),
     "config/layers/config.json": json.dumps(LLAMA | {"num_hidden_layers": 10_000_000}).encode(),
-    "config/parsed/config.json": b'{"model_type": "qwen2", "num_hidden_layers": 10000000000}',
-    "config/decoder/config.json": b'{"model_type": "bart", "is_decoder": true, "decoder_layers": 10000000}',
     "config/nested/config.json": b'{"model_type": "git", "vision_config": {"num_hidden_layers": 10000000}}',
-    "config/stacks/config.json": b'{"model_type": "hrm_text", "num_layers_per_stack": 10000000}',
-    "config/inputs/config.json": b'{"model_type": "gemma3n_text", "altup_num_inputs": 10000000}',
     "config/wide/config.json": json.dumps(LLAMA | {"intermediate_size": 10**12}).encode(),
-    "config/positions/config.json": b'{"model_type": "gptj", "n_positions": 1000000000}',
     "config/pattern/config.json": json.dumps({"hybrid_override_pattern": "M" * 3_000_000}).encode(),
     "broken.json": tokenizer(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a"]}),
     "folder/notes.md": b"no data",
@@ -174,31 +157,21 @@ def train(folder: Path, *settings: str, **how: Any) -> Ended:
 HF = "model=hf model.name_or_path="
 # What is typed: what the line says.
 DATA = {
-    "data.path=absent.txt": "data.path=absent.txt: no such file or folder",
     "data.path=folder": "no file below it ends in one of",
-    "data.path=empty.txt": "empty.txt is empty (0 bytes)",
-    "data.path=empty.bin": "empty.bin is empty (0 bytes)",
     "data.path=pipe.txt": "pipe.txt is no regular file",
-    "data.path=page.html": "ends in '.html'",
     "data.path=odd.bin": "odd.bin: 3 bytes are no whole number of uint16 ids; set data.token_dtype",
     "data.path=good.bin data.token_dtype=int64 data.vocab_size=9": "good.bin",
     "data.path=float.npy": "float.npy holds float64",
-    "data.path=grid.npy": "grid.npy holds int32 of shape [9, 9]",
-    "data.path=minus.npy": "minus.npy: token id -1 is negative",
     "data.path=half.npy": "half.npy is no .npy file of token ids",
     "data.path=zipped.npy": "zipped.npy is an .npz archive",
-    "data.path=pickled.npy": "pickled.npy is no .npy file of token ids",
     "data.path=header.npy": "header.npy is no .npy file of token ids",
     "data.path=huge.npy": "huge.npy is no .npy file of token ids",
-    "data.path=good.txt data.tokenizer=absent.json": "data.tokenizer=absent.json: no such file",
-    "data.path=good.txt data.tokenizer=junk.json": "data.tokenizer=junk.json is no tokenizers JSON file",
     "data.path=good.txt data.tokenizer=list.json": "data.tokenizer=list.json is no tokenizers JSON file",
     "data.path=good.txt data.tokenizer=deep.json": "data.tokenizer=deep.json is no tokenizers JSON file",
     "data.path=good.txt data.tokenizer=broken.json": "data.tokenizer=broken.json is no tokenizers JSON file",
     "data.path=good.txt data.tokenizer=folder": "data.tokenizer=folder",
     "data.path=good.txt data.tokenizer=unended.json": "set data.separator to the token that ends a document",
     "data.path=good.txt data.tokenizer=unended.json data.separator=<unk>": """'data.separator="<unk>"'""",
-    "data.path=good.txt data.tokenizer=unended.json data.separator=x": "data.separator=x is not in",
 }
 MODELS = {
     f"{HF}config/empty": "config/empty",
@@ -212,13 +185,8 @@ MODELS = {
     f"{HF}bert": "model.name_or_path=bert: bert attends to later tokens",
     f"{HF}config/kv_heads": "num_key_value_heads=3 does not divide num_attention_heads=2",
     f"{HF}config/layers": "num_hidden_layers=10000000: must be a whole number up to 10000",
-    f"{HF}config/parsed": "num_hidden_layers=10000000000: must be a whole number up to 10000",
-    f"{HF}config/decoder": "decoder_layers=10000000: must be a whole number up to 10000",
     f"{HF}config/nested": "vision_config.num_hidden_layers=10000000: must be a whole number up to 10000",
-    f"{HF}config/stacks": "num_layers_per_stack=10000000: must be a whole number up to 10000",
-    f"{HF}config/inputs": "altup_num_inputs=10000000: must be a whole number up to 65536",
     f"{HF}config/wide": "intermediate_size=1000000000000: must be a whole number up to 67108864",
-    f"{HF}config/positions": "n_positions=1000000000: must be a whole number up to 100000000",
     f"{HF}config/pattern": "hybrid_override_pattern has 3000000 entries: must be at most 10000",
     f"{HF}config/latin": "config/latin",
     f"{HF}folder": "the folder has no config.json",
@@ -231,16 +199,12 @@ MODELS = {
 }
 RULES = {
     "optim.rule=SGD optim.options={foo:1}": "optim.options",
-    "optim.rule=SGD optim.options={lr:1}": "optim.lr",
     "optim.rule=SGD optim.options={weight_decay:1}": "optim.weight_decay",
     "optim.rule=SGD optim.options={momentum:-1}": "momentum",
-    "optim.rule=SGD optim.options={momentum:x}": "momentum",
-    "optim.rule=SGD optim.options={params:1}": "params",
     "optim.rule=Adam optim.options={betas:[2,3]}": "betas",
     "optim.rule=Adam optim.options={betas:[0.9]}": "betas",
     "optim.rule=Adam optim.options={capturable:true}": "capturable",
     "optim.rule=LBFGS zero.stage=0": "LBFGS",
-    "optim.rule=SparseAdam zero.stage=0": "SparseAdam",
 }
 DISKS = {
     "offload=disk offload.disk.paths=[absent/disk]": "absent",
@@ -252,10 +216,8 @@ CASES = {**DATA, **MODELS, **RULES, **DISKS}
 
 FIRST = {
     "data.path=odd.bin",
-    "data.path=half.npy",
     "data.path=zipped.npy",
     "data.path=huge.npy",
-    "data.path=good.txt data.tokenizer=deep.json",
     "data.path=good.txt data.tokenizer=unended.json",
     f"{HF}config/deep",
     f"{HF}config/typeless",
@@ -274,14 +236,12 @@ WORKER = {
     "data.path=pages.parquet": "pages.parquet is no readable .parquet file",
     "data.path=footer.parquet": "footer.parquet is no readable .parquet file",
     "data.path=keys.jsonl": "data.field=text: keys.jsonl line 1 has no such key, it has keys ['body']; choose one",
-    "data.path=broken.jsonl": "broken.jsonl line 2 is not JSON",
     "data.path=digits.jsonl": "digits.jsonl line 1 is not JSON",
-    "data.path=no.parquet": "no.parquet is no readable .parquet file",
     "data.path=latin.txt data.tokenizer=unended.json data.separator='<unk>'": "latin.txt is not UTF-8",
     "data.path=good.txt data.tokenizer=without.json": "data.tokenizer=without.json cannot encode good.txt",
     "data.path=huge.npy launch.check_memory=false": "huge.npy is no .npy file of token ids",
 }
-FIRST_OF_WORKER = ["data.path=deep.jsonl", "data.path=pages.parquet"]
+FIRST_OF_WORKER = ["data.path=pages.parquet"]
 WITHOUT = {
     "transformers": ("pip install 'dzero[hf]'", f"data.path=good.txt {HF}config/good"),
     "tokenizers": ("pip install 'dzero[data]'", "data.path=good.txt data.tokenizer=unended.json"),
@@ -295,7 +255,7 @@ def slow(cases: Iterable[str], first: Collection[str]) -> list[Any]:
     return [pytest.param(each, marks=() if each in first else pytest.mark.slow) for each in cases]
 
 
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("line", slow(CASES, FIRST))
 def test_what_is_seen_before_training_is_refused_in_one_line(folder: Path, line: str) -> None:
     data = [] if "data.path=" in line else ["data.path=good.txt"]
@@ -315,10 +275,11 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(folder: Path, p
 
 def test_the_launcher_refuses_as_a_worker_of_torchrun_does(folder: Path) -> None:
     line, says = [*SMALL, "data.path=odd.bin"], "odd.bin: 3 bytes are no whole number of uint16 ids"
-    plainly = in_a_process("train.py", *line, "launch.workers=1", cwd=folder)
+    plainly = typed("train.py", *line, "launch.workers=1", cwd=folder)
     assert refused(plainly, says) == refused(train(folder, *line), says)
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -334,6 +295,7 @@ def test_what_an_option_cannot_be_is_told(folder: Path, command: str, says: str)
     assert says in typed("-m", "dzero", *command.split(), cwd=folder).stderr
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("command", ["plan", "explain"])
 def test_the_other_commands_refuse_the_same_inputs(folder: Path, command: str) -> None:
     line = ["-m", "dzero", command, "hardware=laptop"]
@@ -367,9 +329,8 @@ def test_what_permissions_forbid_is_named(folder: Path, closed: Path) -> None:
     allow = "give this user access to it"
     refused(train(folder, "data.path=closed/secret.txt"), "secret.txt: Permission denied", allow)
     refused(train(closed, "data.path=../good.txt"), f"{closed}/outputs", "hydra.run.dir=FOLDER")
-    for path in ("closed", "closed/new"):
-        disks = ["data.path=good.txt", "offload=disk", f"offload.disk.paths=[{path}]"]
-        refused(train(folder, *disks), f"{folder / path}: making", "Permission denied")
+    disks = ["data.path=good.txt", "offload=disk", "offload.disk.paths=[closed/new]"]
+    refused(train(folder, *disks), f"{folder}/closed/new: making", "Permission denied")
 
 
 OUTPUTS = {
@@ -381,7 +342,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("option", slow(OUTPUTS, ["--picture=absent/x.png", "--tensorboard=good.txt"]))
+@pytest.mark.parametrize("option", slow(OUTPUTS, ["--picture=absent/x.png"]))
 def test_what_a_plan_cannot_write_is_told_before_the_plan(folder: Path, closed: Path, option: str) -> None:
     ended = typed("-m", "dzero", "plan", "hardware=laptop", option, cwd=folder)
     refused(ended, option.partition("=")[2], OUTPUTS[option])
@@ -410,13 +371,22 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "line", slow(RANKS, ["RANK=abc WORLD_SIZE=2", "RANK=1 LOCAL_RANK=1", "OMPI_COMM_WORLD_SIZE=2"])
-)
+@pytest.mark.parametrize("line", slow(RANKS, ["RANK=abc WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2"]))
 def test_an_environment_that_names_no_rank_is_refused_in_one_line(folder: Path, line: str) -> None:
     env = dict(word.split("=") for word in line.split())
     told = refused(train(folder, "data.path=good.txt", env=env), RANKS[line], "for a run without it")
     assert told.count("\n") == 1
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("here", "missing"), [(0, "1, 2"), (1, "0, 2")])
+def test_a_rank_that_does_not_come_is_named(folder: Path, here: int, missing: str) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = {"RANK": str(here), "LOCAL_RANK": str(here), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    line = ["data.path=good.txt", "launch.timeout_s=1", "launch.check_memory=false"]
+    told = refused(train(folder, *line, env=ranks | meeting))
+    assert f"rank {missing} of 3 did not come within launch.timeout_s=1\n" in told
 
 
 def test_a_group_without_a_place_to_meet_is_refused_in_one_line(folder: Path) -> None:
@@ -425,6 +395,7 @@ def test_a_group_without_a_place_to_meet_is_refused_in_one_line(folder: Path) ->
     assert told.count("\n") == 1
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("words", [["train.py"], ["-m", "dzero", "plan"]], ids=["train", "plan"])
 def test_a_working_directory_that_is_gone_is_told_in_one_line(words: list[str], tmp_path: Path) -> None:
     leaving = """mkdir gone && cd gone && rmdir ../gone && exec "$@" """
@@ -445,14 +416,6 @@ def test_a_scratch_folder_is_made_and_a_full_disk_without_offload_is_no_matter(f
     here = [f"data.path={folder}/good.txt", f"hydra.run.dir={folder}/outputs/proc"]
     ended = train(Path("/proc"), *sizes, *here)  # a file system without a free byte
     assert ended.returncode == 0, ended.stderr
-
-
-def test_only_what_the_package_raises_itself_loses_its_traceback() -> None:
-    with pytest.raises(RunError, match=r"data\.held_out=2"), user_errors():
-        DataConfig(held_out=2.0)
-    tensor = StoredTensor(Path("x"), "x", "F32", (1, 2), 0)
-    with pytest.raises(ValueError, match="longer"), user_errors():
-        tensor.read((0, 0), (1,))  # a defect of whoever calls it so, though the last line that runs is the package's
 
 
 def test_a_broken_file_of_a_folder_of_configurations_is_told_in_one_line(tmp_path: Path) -> None:

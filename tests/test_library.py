@@ -1,4 +1,4 @@
-"""The README's lines in a plain loop, on three kinds of model: they train as one process without dzero would.
+"""The README's lines in a plain loop, on two kinds of model: they train as one process without dzero would.
 
 One process sees the whole batch; two ranks see half each. fp32, so that only the order of sums differs.
 """
@@ -14,15 +14,9 @@ from pool import Pool
 from torch import Tensor, nn
 
 import dzero
-from dzero.models.config import LlamaShape
-from dzero.models.llama import Llama
 
-STEPS, MICROBATCHES, SAMPLES, TOKENS, VOCAB = 6, 2, 2, 10, 32
+STEPS, MICROBATCHES, SAMPLES, TOKENS, VOCAB = 4, 2, 2, 10, 32
 LR = 3e-3
-
-
-def llama() -> nn.Module:
-    return Llama(LlamaShape(vocab_size=VOCAB, hidden_size=16, layers=2, heads=2, kv_heads=1, ffn_size=32))
 
 
 def sequential() -> nn.Module:
@@ -38,7 +32,7 @@ def transformers_gpt2() -> nn.Module:
     return model
 
 
-MODELS = {"llama": llama, "sequential": sequential, "transformers": transformers_gpt2}
+MODELS = {"sequential": sequential, "transformers": transformers_gpt2}
 
 
 def made(kind: str) -> nn.Module:
@@ -104,7 +98,7 @@ def library_at_stages(rank: int, ranks: int, kind: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_five_lines_train_as_one_process_does(pool: Pool, kind: str) -> None:
-    """Tolerance 1e-4 of the loss: fp32 sums in another order, six steps of Adam."""
+    """Tolerance 1e-4 of the loss: fp32 sums in another order, four steps of Adam."""
     if kind == "transformers":
         pytest.importorskip("transformers")
     want = torch.tensor(alone(kind, 2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,6 @@ from pool import Pool
 from torch import nn
 
 import dzero
-from dzero.zero.config import PRECISIONS
-from dzero.zero.offload_config import OFFLOADS
 
 CONF, DOCS = (Path(__file__).parents[1] / name for name in ("conf", "docs"))
 MOST_ARGUMENTS = 7
@@ -38,15 +38,25 @@ def test_shard_takes_few_arguments() -> None:
     assert len(inspect.signature(dzero.shard).parameters) <= MOST_ARGUMENTS
 
 
-@pytest.mark.parametrize(
-    ("group", "presets", "kind"),
-    [("precision", PRECISIONS, dzero.PrecisionConfig), ("offload", OFFLOADS, dzero.OffloadConfig)],
-)
-def test_presets_are_the_files_of_conf(group: str, presets: dict[str, Any], kind: type[Any]) -> None:
-    files = {path.stem: path for path in (CONF / group).glob("*.yaml")}
-    assert {*presets} == {*files}
-    for name, path in files.items():
-        assert presets[name] == kind(**OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+def layouts(rank: int, ranks: int, group: str, named: dict[str, dict[str, Any]], folder: str) -> list[tuple[Any, Any]]:
+    """The table of a model that is sharded with a preset by its name, and with its settings."""
+    kind = {"precision": dzero.PrecisionConfig, "offload": dzero.OffloadConfig}[group]
+
+    def layout(given: Any) -> Any:
+        return dzero.shard(net(), stage=3, **{group: given}).layout
+
+    with chdir(folder):  # which presets of disks mean
+        return [(layout(name), layout(kind(**settings))) for name, settings in named.items()]
+
+
+@pytest.mark.parametrize("group", ["precision", "offload"])
+def test_presets_are_the_files_of_conf(pool: Pool, group: str, tmp_path: Path) -> None:
+    files = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / group).glob("*.yaml")}
+    for by_name, by_settings in pool.run(layouts, 1, group, files, str(tmp_path))[0]:
+        assert by_name == by_settings
+    with pytest.raises(TypeError, match="choose one of") as told:
+        dzero.shard(net(), **{group: "no preset"})
+    assert sorted(re.findall(r"'(\w+)'", str(told.value).partition("choose one of")[2])) == sorted(files)
 
 
 WRONG = {

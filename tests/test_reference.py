@@ -54,19 +54,6 @@ def test_one_fp32_rank_trains_as_torch_adamw_does(kind: str, clip: float | None)
     assert (min(ours.norms) > 0.5) or clip is None
 
 
-def test_one_update_agrees_with_torch_adamw_to_a_millionth() -> None:
-    generator = torch.Generator().manual_seed(0)
-    start, *grads = (torch.randn(1000, generator=generator) for _ in range(21))
-    theirs = nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([theirs], lr=1e-3, foreach=False)
-    master, moments = start, (torch.zeros(1000), torch.zeros(1000))
-    for step, grad in enumerate(grads, start=1):
-        theirs.grad = grad
-        optimizer.step()
-        master, moments = update(master, moments, grad, step, 1e-3, AdamW())
-    torch.testing.assert_close(master, theirs.detach(), rtol=1e-6, atol=1e-6)
-
-
 def test_update_is_one_rounded_fp32_operation_at_a_time() -> None:
     """Against NumPy's float32: no fused multiply-add, correctly rounded root, scalars rounded once."""
     generator = np.random.default_rng(0)
@@ -103,12 +90,6 @@ def test_bf16_working_copies_round_to_nearest_with_ties_away_from_zero() -> None
     assert [hex(x) for x in rounded] == [hex(x) for x in cases.values()]
 
 
-def test_bf16_working_copies_differ_from_torch_only_at_ties() -> None:
-    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    tie = (x.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(to_working(x, torch.bfloat16)[~tie], x.to(torch.bfloat16)[~tie])
-
-
 def test_fp16_working_copies_round_ties_to_even_and_fp32_ones_are_copies() -> None:
     x = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 1e6])
     assert to_working(x, torch.float16).tolist() == [1.0, 1 + 2**-9, math.inf]
@@ -137,14 +118,6 @@ def test_two_ranks_average_to_one_big_batch(kind: str) -> None:
     assert two.norms == pytest.approx(one.norms, rel=1e-3)
 
 
-def test_ranks_and_microbatches_are_interchangeable_up_to_rounding() -> None:
-    data = batches("uneven", steps=STEPS, ranks=2, microbatches=4)
-    late = train(partial(build, "uneven"), data, loss_fn, lrs=LRS)
-    early = train(partial(build, "uneven"), data, loss_fn, lrs=LRS, numerics=Numerics(early=True))
-    assert late.losses == pytest.approx(early.losses, rel=1e-4)
-    assert any(not torch.equal(late.params[name], early.params[name]) for name in late.params)
-
-
 def test_with_one_microbatch_early_and_late_are_the_same_bits() -> None:
     data = batches("even", steps=STEPS, ranks=2, microbatches=1)
     w = torch.bfloat16
@@ -155,7 +128,7 @@ def test_with_one_microbatch_early_and_late_are_the_same_bits() -> None:
     assert all(torch.equal(late.masters[name], early.masters[name]) for name in late.masters)
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("working", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", list(SHAPES))
 def test_every_dtype_learns_every_net(kind: str, working: torch.dtype) -> None:
@@ -237,14 +210,6 @@ def test_loss_scale_moves_as_configured(config: LossScale, pattern: str, scales:
     history = train(partial(build, "even"), marked, poisoned, lrs=[1e-3] * len(pattern), loss_scale=config)
     assert [*history.scales, history.final_scale] == scales
     assert history.skipped == [mark == "x" for mark in pattern]
-
-
-def test_a_power_of_two_loss_scale_does_not_change_fp32_bits() -> None:
-    data = batches("even", steps=4, ranks=2, microbatches=2)
-    plain = train(partial(build, "even"), data, loss_fn, lrs=LRS[:4], clip=1.0)
-    scaled = train(partial(build, "even"), data, loss_fn, lrs=LRS[:4], clip=1.0, loss_scale=LossScale(init=2.0**8))
-    assert scaled.norms == plain.norms
-    assert all(torch.equal(scaled.masters[name], plain.masters[name]) for name in plain.masters)
 
 
 def test_an_unused_parameter_is_an_error_that_names_it() -> None:

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from small_runs import ROOT, write_text
 
-from dzero import __version__
+import dzero
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/plan/test_plan.py::test_a_run_that_fits_says_so_and_one_that_does_not_says_by_how_much")
 def test_a_wheel_in_a_fresh_environment_trains_plans_and_explains(tmp_path: Path) -> None:
     (wheel,) = built(tmp_path / "wheels")
     with zipfile.ZipFile(wheel) as files:
         names = set(files.namelist())
     conf = {f"dzero/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert conf | {"dzero/py.typed"} <= names
-    assert not {name for name in names if name.split("/")[0] not in ("dzero", f"dzero-{__version__}.dist-info")}
+    assert not {name for name in names if name.split("/")[0] not in ("dzero", f"dzero-{dzero.__version__}.dist-info")}
 
     bin_folder, work = fresh(tmp_path / "venv", wheel), tmp_path / "work"
     work.mkdir()
@@ -37,7 +37,7 @@ def test_a_wheel_in_a_fresh_environment_trains_plans_and_explains(tmp_path: Path
     assert "fits" in told.splitlines()[-1]
     told = ran(work, bin_folder / "python", "-m", "dzero", "explain", *small, "mesh.dp=2", "experiment=none")
     assert "mesh.dp" in told
-    assert ran(work, bin_folder / "dzero", "--version") == f"dzero {__version__}\n"
+    assert ran(work, bin_folder / "dzero", "--version") == f"dzero {dzero.__version__}\n"
 
 
 def built(folder: Path) -> list[Path]:

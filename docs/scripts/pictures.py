@@ -10,7 +10,7 @@
     tensorboard.png    TensorBoard on that run                              chromium
     finetune.png       TensorBoard on the run of tutorials/finetune.md      chromium
 
-A browser is used without network but for TensorBoard on this machine. tests/plan/test_picture.py fails where plan.png
+A browser is used without network but for TensorBoard on this machine. tests/plan/test_plan.py fails where plan.png
 does not show what its command plans.
 """
 

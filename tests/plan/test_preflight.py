@@ -2,140 +2,95 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from dataclasses import replace
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from from_words import check_memory, predicted_bytes, run_of
+from typed_commands import as_torchrun, refused, typed
 
 from dzero import RunError
-from dzero.config import RunConfig
-from dzero.estimate.forecast import tiers_of
-from dzero.hardware import format_bytes
-from dzero.overrides import composed
-from dzero.plan import preflight
-from dzero.plan.preflight import check_memory, needed, resolve_run, suggestions, this_machine
 
-ROOT = Path(__file__).parents[2]
-CONF = ROOT / "conf"
 MIB = 1 << 20
-SMALL = ["model.hidden_size=64", "model.layers=4", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
+SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
+LARGE = ["model.hidden_size=32768", "model.layers=5", "model.heads=256", "model.kv_heads=8", "model.ffn_size=106496"]
+"""64 billion parameters."""
 
 
-def run_of(*settings: str) -> RunConfig:
-    return composed([*SMALL, "zero.stage=0", *settings], CONF)
+def small(*settings: str) -> Any:
+    return run_of(*SMALL, "zero.stage=0", *settings)
 
 
-def need_of(config: RunConfig) -> int:
-    here = this_machine(config, 1 << 40)
-    return tiers_of(needed(config), here, 2)["device"].total_bytes
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> object:
-    """Sets how much memory this machine seems to have, for each of two ranks."""
-
-    def has(count: int) -> None:
-        monkeypatch.setattr(preflight, "host_memory_bytes", lambda: 2 * count)
-        monkeypatch.setattr(preflight, "host_available_bytes", lambda: 2 * count)
-
-    return has
-
-
-def test_train_refuses_a_run_that_is_too_large_within_seconds_and_starts_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "train.py"), "model=llama_70b", "offload=none"]
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    began_s = time.monotonic()
-    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert time.monotonic() - began_s < 120, "an idle machine takes a tenth of it"
-    assert run.returncode == 1
+def test_train_refuses_a_run_that_is_too_large_and_starts_nothing(tmp_path: Path) -> None:
+    run = typed("train.py", *LARGE, cwd=tmp_path)
+    told = refused(run, "this run cannot fit this machine, so it was not started:", "short (most of it: ")
+    assert "launch.check_memory=false" in told
     assert run.stdout == ""
-    assert "error: this run cannot fit this machine, so it was not started:" in run.stderr
-    assert "short (most of it: " in run.stderr
-    assert "launch.check_memory=false" in run.stderr
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["mesh.tp=2 mesh.dp=1", "mesh.pp=2 mesh.dp=1 train.accumulate=2", "mesh.dp=2"])
-def test_every_rank_has_its_part_of_the_node_whatever_it_shares(host: object, mesh: str) -> None:
-    config = run_of("zero.stage=1", *mesh.split())
-    need = need_of(config)
-    host(need - 1)  # type: ignore[operator]
-    with pytest.raises(RunError, match=rf"needs {format_bytes(need)} of .*: 1 B short"):
-        check_memory(config)
-
-
-def test_it_is_refused_where_it_surely_cannot_fit_and_warned_of_near_that(
-    host: object, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = run_of()
-    need = need_of(config)
-    host(need - 1)  # type: ignore[operator]
-    with pytest.raises(RunError, match=rf"needs {format_bytes(need)} of .*: 1 B short"):
-        check_memory(config)
-    host(need + 1)  # type: ignore[operator]
-    check_memory(config)
+def test_it_is_refused_where_it_surely_cannot_fit_and_warned_of_near_that(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the two ranks has half of the machine."""
+    run, need = small(), 2 * predicted_bytes(small())
+    with pytest.raises(RunError, match=r"needs .* of .*: 2 B short"):
+        check_memory(run, need - 4)
+    check_memory(run, need + 2)
     assert "warning: the device will be nearly full, or too small" in capsys.readouterr().err
-    host(2 * need)  # type: ignore[operator]
-    check_memory(config)
+    check_memory(run, 2 * need)
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.full
-def test_what_it_names_is_accepted_then(host: object) -> None:
-    config = run_of()
-    here = this_machine(config, 2 * int(0.8 * need_of(config)))
-    named = suggestions(config, here)
-    assert named
-    assert all("zero.stage" in each or "block" in each or "train" in each for each in named)
-    host(int(0.8 * need_of(config)))  # type: ignore[operator]
-    with pytest.raises(RunError, match="would fit: "):
-        check_memory(config)
-    for each in named:
-        given = [*SMALL, "zero.stage=0", *each.split()]
-        check_memory(composed(given, CONF))
+@pytest.mark.full("tests/plan/test_preflight.py::test_it_is_refused_where_it_surely_cannot_fit_and_warned_of_near_that")
+@pytest.mark.parametrize("mesh", ["mesh.tp=2 mesh.dp=1", "mesh.pp=2 mesh.dp=1 train.accumulate=2", "mesh.dp=2"])
+def test_every_rank_has_its_part_of_the_node_whatever_it_shares(mesh: str) -> None:
+    run = small("zero.stage=1", *mesh.split())
+    with pytest.raises(RunError, match=r"needs .* of .*: 2 B short"):
+        check_memory(run, 2 * predicted_bytes(run) - 4)
 
 
-def test_what_no_setting_could_make_fit_is_told(host: object) -> None:
-    host(MIB // 8)  # type: ignore[operator]
+@pytest.mark.full("tests/plan/test_preflight.py::test_what_no_setting_could_make_fit_is_told")
+def test_what_it_names_is_accepted_then() -> None:
+    has = 2 * int(0.8 * predicted_bytes(small()))
+    with pytest.raises(RunError, match="would fit: ") as told:
+        check_memory(small(), has)
+    (line,) = (line for line in str(told.value).splitlines() if line.startswith("would fit: "))
+    lines = line.removeprefix("would fit: ").split(" | ")
+    assert lines
+    for line in lines:
+        check_memory(small(*line.split()), has)
+
+
+def test_what_no_setting_could_make_fit_is_told() -> None:
     with pytest.raises(RunError, match="no stage, tier, recomputation or microbatch would fit"):
-        check_memory(run_of())
+        check_memory(small(), MIB // 4)
+    off = small("launch.check_memory=false")
+    assert check_memory(off, MIB // 4) == off
 
 
-def test_it_can_be_switched_off(host: object) -> None:
-    host(MIB // 8)  # type: ignore[operator]
-    config = run_of("launch.check_memory=false")
-    assert resolve_run(config, []) == config
+def test_under_torchrun_one_rank_of_a_node_tells(tmp_path: Path) -> None:
+    line = ["train.py", "train.microbatch_sequences=1000000", "train.sequence_tokens=100000"]
+    ranks = as_torchrun() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    refused(typed(*line, cwd=tmp_path, env=ranks), "cannot fit this machine")
+    other = typed(*line, cwd=tmp_path, env=ranks | {"RANK": "1", "LOCAL_RANK": "1"})
+    assert (other.returncode, other.stdout, other.stderr) == (1, "", "")
 
 
-def test_a_model_that_cannot_be_foreseen_is_told_and_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object, has_fp8: bool) -> None:
-        raise TypeError("its own code wants values")
-
-    monkeypatch.setattr(preflight, "costs_for", fails)
-    check_memory(run_of())
-    assert capsys.readouterr().err == "warning: memory was not checked: TypeError: its own code wants values\n"
-
-
-def test_under_torchrun_one_rank_of_a_node_tells(host: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    host(MIB // 8)  # type: ignore[operator]
-    monkeypatch.setattr(preflight, "LINGER_S", 0.0)
-    for key, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(SystemExit):
-        resolve_run(run_of(), [])
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(RunError, match="cannot fit"):
-        resolve_run(run_of(), [])
-
-
-def test_a_model_of_transformers_is_checked_too() -> None:
+def test_models_of_transformers_are_checked_too(tmp_path: Path) -> None:
+    """Of such a model the settings do not tell how many parameters and heads it has."""
     pytest.importorskip("transformers")
-    config = composed(["model=hf", "model.name_or_path=gpt2"], CONF)
-    small = replace(config, train=replace(config.train, microbatch_sequences=1))
-    assert need_of(small) > 124_439_808 * (2 + 2 + 12 // 2)
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
+    config = {"model_type": "llama", "vocab_size": 256, "num_key_value_heads": 6, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    words = ["model=hf", f"model.name_or_path={tmp_path}"]
+    params = 2 * 256 * 96 + 2 * (4 * 96 * 96 + 3 * 96 * 64 + 2 * 96) + 96
+    whole = run_of(*words, "zero.stage=0", "train.microbatch_sequences=1", "train.sequence_tokens=16")
+    assert predicted_bytes(whole) > params * (2 + 2 + 12)
+    with pytest.raises(RunError, match=r"tp=4 does not divide the model's heads=6, kv_heads=6"):
+        check_memory(run_of(*words, "mesh.dp=1", "mesh.tp=4"), 1 << 40)
+
+
+def test_a_model_that_cannot_be_foreseen_is_told_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an interleaved pipeline holds at once is not foreseen."""
+    run = small("mesh.dp=1", "mesh.pp=2", "mesh.pp_schedule=interleaved", "train.accumulate=2", "model.layers=4")
+    assert check_memory(run, MIB // 4) is not None
+    assert "warning: memory was not checked: what mesh.pp_schedule=interleaved holds" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulator.measured_memory import MemoryCount
+from simulator.measured_memory import MeasuredMemory, MemoryCount
 from simulator.observe import Observed, observe
 from simulator.scenario import Scenario
 from simulator.storage_meter import StorageMeter, Where
@@ -113,6 +113,12 @@ def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, T
 
 def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]:
     """The device's peak in a step of the run on this rank, of tokens that are all 0, and what the next one moves."""
+    took, moved = taken_and_moved(run, vocab_size)
+    return took.device, moved
+
+
+def taken_and_moved(run: RunConfig, vocab_size: int) -> tuple[MeasuredMemory, dict[Entry, Traffic]]:
+    """The same of each tier."""
     tokens = torch.zeros(run.train.microbatch_sequences, run.train.sequence_tokens, dtype=torch.int64)
     with MemoryCount() as taking:
         built = BuiltModel(run, torch.device("cpu"), vocab_size)
@@ -129,8 +135,9 @@ def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]
 
         took = taking.taken(step, optim)
     sharded.ledger.take()
-    step()
-    return took.device, sharded.ledger.take()
+    with built.counted():
+        step()
+    return took, sharded.ledger.take()
 
 
 TINY = {"vocab_size": 256, "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_size": 128}

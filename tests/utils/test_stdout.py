@@ -20,7 +20,8 @@ from processes import new_tag, tagged
 from small_runs import ROOT, SMALL, write_text
 from train_runs import SECONDS, SMALLEST
 
-SAVING = ("checkpoint.every=2", "launch.workers=2")
+SAVING = ("checkpoint.every=2", "launch.workers=1")
+READER = "tests/utils/test_stdout.py::test_a_run_whose_reader_leaves_after_a_line_trains_and_saves_to_the_end"
 LOST = "standard output takes no more"
 
 
@@ -52,7 +53,7 @@ def test_a_run_whose_reader_leaves_after_a_line_trains_and_saves_to_the_end(tmp_
     assert "Broken pipe" in err
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full(READER)
 @pytest.mark.parametrize("stderr", ["pipe", "closed"])
 def test_a_run_onto_a_full_disk_trains_and_saves_to_the_end(tmp_path: Path, stderr: str) -> None:
     with Path("/dev/full").open("w") as full:
@@ -63,7 +64,7 @@ def test_a_run_onto_a_full_disk_trains_and_saves_to_the_end(tmp_path: Path, stde
     assert err.count("No space left on device") == (stderr == "pipe")
 
 
-@pytest.mark.full
+@pytest.mark.full(READER)
 def test_event_files_that_cannot_be_written_do_not_end_a_run(tmp_path: Path) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
@@ -77,7 +78,7 @@ def test_event_files_that_cannot_be_written_do_not_end_a_run(tmp_path: Path) -> 
     assert "Traceback" not in err
 
 
-@pytest.mark.full
+@pytest.mark.full(READER)
 def test_a_run_in_the_background_of_a_terminal_with_tostop_is_not_stopped(tmp_path: Path) -> None:
     """Its workers write from a session of their own; its shell tells of a job that stops with exit code 150."""
     ours, theirs = os.openpty()
