@@ -13,7 +13,7 @@ import transformers
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune"
 CHATS = EXAMPLE / "chats.jsonl"
 TOKENS = 64
-WIDTH, FFN, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 4
+WIDTH, FFN, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
 OF_LLAMA = {
     "hidden_size": WIDTH,
     "ffn_size": FFN,
@@ -29,7 +29,7 @@ FIXED = [
     *("precision=fp32", "optim.max_norm=null", "schedule.kind=constant", "schedule.warmup_fraction=0"),
     *("data.held_out=0", "data.shuffle=false", "train.epochs=null"),
 ]
-"""Settings of runs whose numbers an oracle has: a step of 16 sequences takes all conversations once, or twice if packed."""
+"""Settings of runs whose numbers an oracle has: 16 sequences are all conversations once, or twice if packed."""
 
 
 def make(folder: Path, chats: int = 16) -> Path:

@@ -126,6 +126,7 @@ def ran(rank: int, ranks: int, words: Sequence[str], folder: Path, *saved: str) 
     saved: before the first step the model, or its adapters, are saved into the folder's `before` if that is named;
     after the last one, the merged model into `merged`.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     with redirect_stdout(StringIO()) as told:
         trainer = Watched(composed(words, CONF), folder, torch.device("cpu"))
         trainer.norms = []
