@@ -22,18 +22,19 @@ def texts(folder: Path) -> list[Path]:
     return [folder / LONG, folder / SHORT]
 
 
-def test_a_mixture_resumes_on_other_ranks_at_the_same_sample(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_mixture_resumes_on_other_ranks_at_the_same_sample(pool: Pool, tmp_path: Path, ranks: int) -> None:
     """Losses are means over the samples of a step, so that equal losses are of the same samples."""
     settings = [*SMALL.split(), f"data.paths=[{','.join(map(str, texts(tmp_path)))}]", "data.weights=[0.75,0.25]"]
     settings += ["precision=fp32", "train.steps=4", "train.global_sequences=8", "train.accumulate=null"]
     settings += ["train.evaluate_every_steps=2", "checkpoint.every=2", "checkpoint.keep=9", "optim.rule=SGD"]
     settings += ["monitor.tensorboard=false"]
     whole = pool.run(ran, 2, [*settings, f"checkpoint.folder={tmp_path / 'a'}"], tmp_path)[0]
-    for ranks in (1, 4):
-        own = [f"resume.source={tmp_path / 'a' / 'step_00000002'}", f"checkpoint.folder={tmp_path / str(ranks)}"]
-        part = pool.run(ran, ranks, [*settings, *own], tmp_path)[0]
-        assert part.losses == pytest.approx(whole.losses[2:], rel=1e-6)  # sums of fp32 in another order
-        assert epochs(part.told) == epochs(whole.told)
+    own = [f"resume.source={tmp_path / 'a' / 'step_00000002'}", f"checkpoint.folder={tmp_path / 'b'}"]
+    part = pool.run(ran, ranks, [*settings, *own], tmp_path)[0]
+    assert part.losses == pytest.approx(whole.losses[2:], rel=1e-6)  # sums of fp32 in another order
+    assert epochs(part.told) == epochs(whole.told)
     told = re.findall(rf"held_out_loss=(\S+) .*\[{LONG}\]=(\S+) .*\[{SHORT}\]=(\S+)", whole.told)
     for total, first, second in told:  # printed with four digits
         assert float(total) == pytest.approx(0.75 * float(first) + 0.25 * float(second), abs=1e-4)

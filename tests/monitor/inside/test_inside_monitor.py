@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import multiprocessing
 import re
 import shlex
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -32,10 +30,9 @@ from dzero.monitor.profile import Profiler
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.monitor.run_names import MOST_CHARACTERS, run_name, settings_name
 from dzero.monitor.sinks import Monitor
-from dzero.monitor.summary import memory_table, result_table, summary_tables, traffic_table
+from dzero.monitor.summary import memory_table, result_table, traffic_table
 from dzero.monitor.tensorboard import held_out_scalars
 from dzero.overrides import spelt_out
-from dzero.utils.terminal import plain
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -263,13 +260,6 @@ def test_the_peak_stands_beside_what_was_planned_of_it() -> None:
     assert "device peak" not in dict(result_table(SUMMARY).rows)
 
 
-def test_plain_tables_are_aligned() -> None:
-    text = plain(summary_tables(SUMMARY))
-    memory = text.split("\n\n")[1].splitlines()
-    assert memory[0] == "peak memory per rank"
-    assert len({len(line) for line in memory[1:]}) == 1
-
-
 # Boards
 
 
@@ -310,20 +300,6 @@ def test_tensorboard_reads_every_scalar_back(tmp_path: Path) -> None:
     assert events.Scalars("perplexity/held_out")[0].value == pytest.approx(25.790340)
 
 
-def test_tensorboard_keeps_config_notes_and_summary_as_text(tmp_path: Path) -> None:
-    with make_monitor(tmp_path) as monitor:
-        monitor.note(2, "skipped")
-        monitor.summary(SUMMARY)
-    events = read_back(tmp_path)
-
-    def text(name: str) -> str:
-        return str(events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode())
-
-    assert text("config") == "```yaml\nzero:\n  stage: 3\n```"
-    assert "skipped" in text("note")
-    assert re.search(r"held-out loss +2\.5000", text("summary"))
-
-
 def test_notes_of_one_step_are_one_entry(tmp_path: Path) -> None:
     with make_monitor(tmp_path) as monitor:
         monitor.note(0, "1.62 M parameters")
@@ -340,14 +316,6 @@ def test_scalars_can_be_thinned(tmp_path: Path) -> None:
         for step in range(1, 6):
             monitor.step(record_of(step))
     assert [point.step for point in read_back(tmp_path).Scalars("loss/train")] == [2, 4]
-
-
-def test_only_rank_0_writes(tmp_path: Path) -> None:
-    with make_monitor(tmp_path, rank=1) as monitor:
-        monitor.step(RECORD)
-        monitor.summary(SUMMARY)
-    assert not monitor.sinks
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_has_ten_thousand_points_unless_it_is_told_otherwise() -> None:
@@ -441,28 +409,6 @@ def test_a_shared_storage_counts_once_and_whole_and_a_freed_one_not() -> None:
     assert storage_bytes([freed, torch.zeros(1000, device="meta"), torch.zeros(0)]) == 0
 
 
-def split_of_a_peak() -> tuple[dict[str, int], int]:
-    meter = MemoryMeter(CPU)
-    # Above 32 MiB glibc always asks the system for fresh pages; below it may reuse what earlier tests freed.
-    states = torch.ones(10 * MIB)  # 40 MiB, touched
-    meter.reset()
-    temporary = torch.ones(16 * MIB)  # 64 MiB
-    del temporary
-    return meter.split({"param": states.nbytes}), meter.peak_bytes()
-
-
-@pytest.mark.full(
-    "tests/monitor/inside/test_inside_monitor.py::test_a_shared_storage_counts_once_and_whole_and_a_freed_one_not"
-)
-def test_the_kinds_add_up_to_the_peak() -> None:
-    # In a process of its own: what earlier tests hold may be freed at any moment, and lower this one's memory.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        kinds, peak_bytes = fresh.submit(split_of_a_peak).result()
-    assert list(kinds) == ["param", "activations", "process"]
-    assert kinds["activations"] >= 60 * MIB
-    assert sum(kinds.values()) == pytest.approx(peak_bytes, abs=2 * MIB)
-
-
 @pytest.mark.gpu
 def test_the_kinds_add_up_to_the_peak_on_cuda() -> None:
     device = torch.device("cuda", 0)
@@ -489,15 +435,6 @@ def run_traced(profiler: Profiler, steps: int) -> None:
 def spans_of(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path, "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-
-
-def test_the_trace_holds_the_chosen_steps_and_the_codes_own_spans(tmp_path: Path) -> None:
-    profiler = Profiler(ProfileConfig(enabled=True, start_step=3, steps=2), tmp_path, rank=1, device=CPU, run_steps=8)
-    run_traced(profiler, 8)
-    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank1.pt.trace.json.gz"]
-    names = {span["name"] for span in spans_of(profiler.trace_path)}
-    assert {name for name in names if name.startswith("step ")} == {"step 3", "step 4"}
-    assert {"all_gather unit layers.0", "aten::mm"} <= names
 
 
 def die_after_step_3(profiler: Profiler) -> None:
@@ -553,13 +490,6 @@ def test_a_run_is_named_by_what_sets_it_apart_and_by_its_number_where_that_is_no
     assert run_name(1, given.split(), command_line.split()) == name
 
 
-def test_a_long_name_is_cut_and_numbered() -> None:
-    values = [letter * 300 for letter in "ab"]
-    names = {run_name(at, [f"data.name={value}"], [f"data.name={','.join(values)}"]) for at, value in enumerate(values)}
-    assert len(names) == 2
-    assert all(len(name) < MOST_CHARACTERS + 5 for name in names)
-
-
 @pytest.mark.parametrize(
     ("given", "name"),
     [
@@ -573,6 +503,13 @@ def test_a_long_name_is_cut_and_numbered() -> None:
 )
 def test_a_run_has_its_settings_in_its_name(given: list[str], name: str) -> None:
     assert settings_name(given) == name
+
+
+def test_a_long_name_is_cut_and_numbered() -> None:
+    values = [letter * 300 for letter in "ab"]
+    names = {run_name(at, [f"data.name={value}"], [f"data.name={','.join(values)}"]) for at, value in enumerate(values)}
+    assert len(names) == 2
+    assert all(len(name) < MOST_CHARACTERS + 5 for name in names)
 
 
 def test_a_name_of_a_run_can_stand_in_a_setting_without_quotes() -> None:
