@@ -13,7 +13,7 @@ import transformers
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune"
 CHATS = EXAMPLE / "chats.jsonl"
 TOKENS = 64
-WIDTH, FFN, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
+WIDTH, FFN, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 4
 OF_LLAMA = {
     "hidden_size": WIDTH,
     "ffn_size": FFN,

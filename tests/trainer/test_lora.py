@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from in_process import dzero as command
 from pool import Pool, WorkerError
 from published import FFN, FIXED, KV_HEADS, LAYERS, WIDTH, encoded, padded, words, words_of_llama
@@ -118,6 +119,8 @@ WAYS = {
     "zero.stage=1 offload=host",
     "tensor, modules trained whole": "hf 2 sgd mesh.tp=2 train.microbatch_sequences=16 zero.stage=2 "
     "adapter.modules_to_save=[embed_tokens,lm_head]",
+    "patterns": "hf 2 sgd zero.stage=3 train.microbatch_sequences=8 adapter.alpha_pattern={down_proj:5} "
+    "adapter.layers_to_transform=[1] adapter.exclude_modules=[v_proj]",
     "llama, 1 rank": "llama 1 sgd train.microbatch_sequences=16 zero.stage=0",
     "llama, tensor and pipeline": "llama 4 sgd mesh.tp=2 mesh.pp=2 train.microbatch_sequences=4 train.accumulate=4 "
     "zero.stage=1",
@@ -139,7 +142,7 @@ def test_steps_and_folders_are_those_of_plain_peft(pool: Pool, model: Path, tmp_
     given = line(kind, model, tmp_path, *RULES[rule], *settings)
     found = pool.run(ran, int(ranks), given, tmp_path, "before", "merged")
     own = [word.removeprefix("adapter.").split("=") for word in settings if word.startswith("adapter.")]
-    options = {key: True if value == "true" else value.strip("[]").split(",") for key, value in own}
+    options = {key: yaml.safe_load(value.replace(":", ": ")) for key, value in own}
     check_against_peft(model, tmp_path, rule, found, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model).chat_template
