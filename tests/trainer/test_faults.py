@@ -76,23 +76,19 @@ def test_a_stopped_rank_of_a_pipeline_is_named_too(text: Path, tmp_path: Path) -
         assert run.end() == 1
 
 
-@pytest.mark.full(KILLED)
-def test_a_killed_rank_is_named_by_torchrun_and_the_others_end(text: Path, tmp_path: Path) -> None:
-    with running(tmp_path, text, *LONG, launcher=HERE) as run:
-        run.until(r"^step=3 ")
-        os.kill(run.workers()[1], signal.SIGKILL)
-        run.until(r"exitcode +: -9 \(pid: \d+\) +\(SIGKILL\)")
-        assert run.end() == 1
-        assert run.left() == []
-
-
-def test_a_killed_rank_is_named_and_all_are_gone(text: Path, tmp_path: Path) -> None:
-    with running(tmp_path, text, *LONG) as run:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("launcher", [(), HERE], ids=["plain", "torchrun"])
+def test_a_killed_rank_is_named_and_all_are_gone(text: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    with running(tmp_path, text, *LONG, launcher=launcher) as run:
         run.until(r"^step=3 ")
         pid = run.workers()[1]
         os.kill(pid, signal.SIGKILL)
+        by_us, by_torchrun = (
+            rf"rank 1 \(pid {pid}\) was killed by SIGKILL",
+            rf"exitcode +: -9 \(pid: {pid}\) +\(SIGKILL\)",
+        )
+        run.until(by_torchrun if launcher else by_us)
         assert run.end() == 1
-        assert f"rank 1 (pid {pid}) was killed by SIGKILL" in run.log
         assert run.left() == []
 
 
