@@ -17,8 +17,6 @@ import contract_runs
 SOME = (
     "accumulates_an_uneven_epoch",
     "passes_an_optimizer",
-    "predicts_with_generate",
-    "goes_on_with_what_schedules_and_callbacks_wrote",
     "trains_a_module_of_ones_own",
 )
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -54,6 +54,7 @@ def test_the_process_that_starts_workers_imports_no_torch(tmp_path: Path) -> Non
     assert imported(ended.stderr) & HEAVY == set()
 
 
+@pytest.mark.full("tests/launch/test_start.py::test_the_process_that_starts_workers_imports_no_torch")
 def test_the_process_that_tells_why_a_worker_failed_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"te')
     ended = typed(tmp_path, *SMALLEST, "data.path=broken.jsonl", "launch.workers=1")
@@ -74,6 +75,7 @@ def test_help_says_what_every_setting_means(tmp_path: Path) -> None:
     assert [line for line in groups if not re.match(r"[a-z_]+: \S", line)] == []
 
 
+@pytest.mark.full("tests/launch/test_listening.py::test_a_run_listens_on_loopback_only")
 def test_workers_meet_on_a_host_that_has_only_ipv6(tmp_path: Path) -> None:
     data = write_text(tmp_path / "words.txt", 4000)
     line = [sys.executable, str(ROOT / "tests/support/ipv6_only.py"), sys.executable, TRAIN, *SMALLEST]

@@ -15,9 +15,9 @@ from published import chats_of, words
 from safetensors.torch import load_file
 from small_runs import ran
 
-EVERY, PATIENCE = 2, 3
+EVERY, PATIENCE = 2, 2
 WAYS = {
-    "parameters": ["zero.stage=3", "offload=host"],
+    "parameters": ["zero.stage=3"],
     "adapters": ["adapter=lora", "zero.stage=2", "adapter.target_modules=[q_proj,lm_head]"],
 }
 WORSE = ["optim.lr=10", "optim.betas=[0.9,0.999]", "schedule.kind=constant", "schedule.warmup_steps=24"]

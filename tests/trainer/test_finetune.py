@@ -71,25 +71,22 @@ def oracle(model: Path, rule: str) -> dict[str, Any]:
 
 WAYS = {
     "packed, 2 ranks, accumulated": (2, "adamw", "train.microbatch_sequences=2 train.accumulate=4 zero.stage=3"),
-    "padded, ragged": (2, "sgd", "data.pack=false train.microbatch_sequences=4 train.accumulate=2 zero.stage=2"),
-    "llama, context": (2, "sgd", "train.microbatch_sequences=16 mesh.cp=2 zero.stage=1"),
-    "llama, pipeline": (2, "sgd", "train.microbatch_sequences=4 train.accumulate=4 mesh.pp=2"),
-    "llama, tensor": (2, "adamw", "train.microbatch_sequences=16 mesh.tp=2 zero.stage=2"),
-    "tiles of the loss": (2, "sgd", "data.pack=false train.microbatch_sequences=8 zero.stage=3 block.loss_tiles=3"),
     "4 ranks on the host": (4, "adamw", "train.microbatch_sequences=2 train.accumulate=2 zero.stage=3 offload=host"),
     "replicas": (4, "sgd", "train.microbatch_sequences=4 mesh.replicate=2 zero.stage=1"),
     "1 rank": (1, "sgd", "train.microbatch_sequences=16 zero.stage=0"),
+    "llama, pipeline": (2, "sgd", "train.microbatch_sequences=4 train.accumulate=4 mesh.pp=2"),
+    "llama, context": (2, "sgd", "train.microbatch_sequences=16 mesh.cp=2 zero.stage=1"),
+    "llama, tensor": (2, "adamw", "train.microbatch_sequences=16 mesh.tp=2 zero.stage=2"),
+    "llama, ulysses": (2, "sgd", "train.microbatch_sequences=16 mesh.cp=2 mesh.cp_attention=ulysses"),
+    "padded, ragged": (2, "sgd", "data.pack=false train.microbatch_sequences=4 train.accumulate=2 zero.stage=2"),
+    "tiles of the loss": (2, "sgd", "data.pack=false train.microbatch_sequences=8 zero.stage=3 block.loss_tiles=3"),
     "1 rank, padded": (1, "adamw", "data.pack=false train.microbatch_sequences=16"),
-    "llama, ulysses": (
-        2,
-        "sgd",
-        "train.microbatch_sequences=16 mesh.cp=2 mesh.cp_attention=ulysses block.activation_checkpoint=full",
-    ),
     "llama, padded context": (2, "sgd", "data.pack=false mesh.cp=2 train.microbatch_sequences=16"),
 }
+"""Ranks, a rule, and settings; the first of each four are tried in every run of the tests."""
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_however_a_step_is_split_it_is_that_of_the_trainer_of_transformers(
     pool: Pool, model: Path, tmp_path: Path, way: str
@@ -256,13 +253,13 @@ def test_a_model_that_mixes_packed_conversations_is_refused(pool: Pool, model: P
     assert pool.run(ran, 2, [*given, "data.pack=false"], tmp_path)[0].steps == 1
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
+        ("mixtral", "mesh.cp=2"),
         ("gpt2", "zero.stage=3 offload=host block.loss_tiles=3"),
         ("gpt2", "zero.stage=0"),
-        ("mixtral", "mesh.cp=2"),
         ("mixtral", "zero.stage=3 offload=host block.loss_tiles=3"),
     ],
 )

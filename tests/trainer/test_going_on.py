@@ -26,6 +26,7 @@ def blocked(folder: Path) -> None:
             folder.touch()
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
 def test_a_failed_save_is_told_loudly_and_the_next_one_succeeds(text: Path, tmp_path: Path, on_error: str) -> None:
     saving = ["train.steps=100000", "checkpoint.every=2", f"checkpoint.on_error={on_error}", "launch.workers=1"]

@@ -337,7 +337,9 @@ GOES_ON = [
 ]
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full(
+    "tests/trainer/test_lora.py::test_a_resumed_run_has_the_bits_of_one_that_never_stopped_and_belongs_to_its_model"
+)
 @pytest.mark.parametrize(("kind", "ranks", "source", "others", "target"), GOES_ON)
 def test_a_run_goes_on_over_other_ranks_stages_tiers_and_meshes(
     pool: Pool, model: Path, tmp_path: Path, kind: str, ranks: int, source: str, others: int, target: str
