@@ -6,6 +6,7 @@ The loops run in processes of their own, because an `Accelerator` keeps its stat
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from typed_commands import typed
 pytest.importorskip("accelerate")
 
 RUNS = Path(__file__).with_name("accelerate_runs.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable]
+"""Without its own `python -u`, so that the ranks start warm."""
 LAUNCH = [
     *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
     *("--main_process_port=0", "--mixed_precision=bf16", "--dynamo_backend=no"),

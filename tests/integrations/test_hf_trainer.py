@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ ROUNDED = [{"stage": 3, "args": {"bf16": True}}, {"stage": 3, "args": {"fp16": T
 def run(folder: Path, *words: str, ranks: int = 2) -> list[dict[str, Any]]:
     folder.mkdir()
     plain = words in ((), ("adapters",))
-    launch = [] if plain else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launch = [] if plain else [*torchrun, "--no-python", sys.executable]  # by `python -u` they start cold
     done = typed(*launch, trainer_runs.__file__, folder, *words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())

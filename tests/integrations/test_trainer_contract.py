@@ -19,7 +19,8 @@ SOME = (
     "passes_an_optimizer",
     "trains_a_module_of_ones_own",
 )
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable]
+"""Without its own `python -u`, so that the ranks start warm."""
 ACCELERATE = [
     *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
     *("--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"),
