@@ -54,13 +54,12 @@ def check(folder: Path, launch: list[str], settings: dict[str, Any], *names: str
         alike(sides["dzero"], sides["plain"], name)
 
 
+@pytest.mark.full("tests/integrations/test_hf_trainer.py::test_a_script_of_trainer_gives_the_same_numbers")
 def test_habits_found_wrong_once_give_what_trainer_gives_on_two_ranks(tmp_path: Path) -> None:
     check(tmp_path, TORCHRUN, {"stage": 3}, *SOME)
 
 
-@pytest.mark.full(
-    "tests/integrations/test_trainer_contract.py::test_habits_found_wrong_once_give_what_trainer_gives_on_two_ranks"
-)
+@pytest.mark.full("tests/integrations/test_hf_trainer.py::test_a_script_of_trainer_gives_the_same_numbers")
 @pytest.mark.parametrize(
     ("launch", "settings"),
     [

@@ -74,9 +74,7 @@ def test_a_run_over_chats_of_two_files_tells_what_it_took(pool: Pool, model: Pat
     assert re.search(r"answers '<\|im_start\|>user.*' with '", found.told)
     told = epochs(found.told)
     assert told.keys() == {"many.jsonl", "few.jsonl"}
-    least, most = sorted(
-        map(float, told.values())
-    )  # of equal shares, less is left to train on of one than of the other
+    least, most = sorted(map(float, told.values()))  # shares are equal, sizes are not
     assert least < 2 < most
     tags = {*EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]}
     assert {"data/few.jsonl_tokens", "data/few.jsonl_epochs", "loss/held_out_few.jsonl"} <= tags
