@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Make:
 
 def shared(make: Callable[[], Any]) -> Any:
     """Return what rank 0 makes."""
-    made = [make() if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    made = [make() if is_first() else None]
     if dist.is_initialized():
         dist.broadcast_object_list(made, src=0)
     return made[0]
@@ -104,16 +105,67 @@ def trained(trainer: Any, **given: Any) -> dict[str, Any]:
     return {"logs": logs(trainer), "weights": weights(trainer)}
 
 
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def saved(trainer: Any) -> None:
     """Save the model, and wait for the first rank, as a script must that reads it on all."""
     trainer.save_model()
-    if dist.is_initialized():
-        dist.barrier()
+    wait_for_all()
+
+
+def sums(model: nn.Module) -> dict[str, Any]:
+    return {"weights": {name: param.double().sum().item() for name, param in model.named_parameters()}}
 
 
 def accuracy(predictions: Any) -> dict[str, float]:
     right = predictions.predictions.argmax(-1)[:, :-1] == predictions.label_ids[:, 1:]
     return {"accuracy": float(right[predictions.label_ids[:, 1:] != -100].mean())}
+
+
+SCHEDULES = ("linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt")
+GIVEN: dict[str, list[dict[str, Any]]] = {
+    "smooths_labels": [{"label_smoothing_factor": 0.1}],
+    "follows_a_plateau": [
+        {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "threshold": 1.0},
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+        }
+    ],
+    "takes_every_schedule": [
+        *({"lr_scheduler_type": kind, "warmup_steps": 1} for kind in SCHEDULES),
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}, "warmup_steps": 1},
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 1}, "warmup_steps": 1},
+    ],
+    "takes_classes_of_torch": [
+        {"optim": kind, "weight_decay": 0.1} for kind in ("sgd", "adagrad", "adamw_torch", "adamw_torch_fused")
+    ],
+    "groups_by_length_and_counts_tokens": [
+        {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": True}
+    ],
+    "recomputes": [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+    "keeps_the_embeddings_noise": [{"neftune_noise_alpha": 5.0}],
+    "compiles": [{"torch_compile": True, "torch_compile_backend": "aot_eager"}],
+}
+"""Habits that only give arguments."""
+
+
+def with_arguments(make: Make, given: list[dict[str, Any]]) -> Any:
+    return [trained(make(args=args)) for args in given]
+
+
+HABITS |= {name: partial(with_arguments, given=given) for name, given in GIVEN.items()}
 
 
 @habit
@@ -134,11 +186,6 @@ def predicts(make: Make) -> Any:
 def accumulates_an_uneven_epoch(make: Make) -> Any:
     args = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2}
     return trained(make(args=args, train_dataset=samples(40)))
-
-
-@habit
-def smooths_labels(make: Make) -> Any:
-    return trained(make(args={"label_smoothing_factor": 0.1}))
 
 
 @habit
@@ -168,26 +215,6 @@ def stops_early(make: Make) -> Any:
     trainer = make(args={**args, **more}, callbacks=[stopping])
     found = trained(trainer)
     return [trainer.state.global_step, trainer.state.best_global_step, found, trainer.evaluate()["eval_loss"]]
-
-
-@habit
-def follows_a_plateau(make: Make) -> Any:
-    args = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 1.0}}
-    return trained(make(args={**args, "eval_strategy": "steps", "eval_steps": 1}))
-
-
-@habit
-def takes_every_schedule(make: Make) -> Any:
-    more = {"cosine_with_min_lr": {"min_lr": 1e-4}, "warmup_stable_decay": {"num_decay_steps": 1}}
-    kinds = ("linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt", *more)
-    args = [{"lr_scheduler_type": kind, "lr_scheduler_kwargs": more.get(kind, {}), "warmup_steps": 1} for kind in kinds]
-    return [trained(make(args=each)) for each in args]
-
-
-@habit
-def takes_classes_of_torch(make: Make) -> Any:
-    kinds = ("sgd", "adagrad", "adamw_torch", "adamw_torch_fused")
-    return [trained(make(args={"optim": kind, "weight_decay": 0.1})) for kind in kinds]
 
 
 @habit
@@ -267,11 +294,6 @@ def reads_an_endless_stream(make: Make) -> Any:
 
 
 @habit
-def groups_by_length_and_counts_tokens(make: Make) -> Any:
-    return trained(make(args={"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": True}))
-
-
-@habit
 def evaluates_several_sets(make: Make) -> Any:
     trainer = make(eval_dataset={"a": samples(6), "b": samples(9)}, args={"eval_strategy": "steps", "eval_steps": 2})
     trained(trainer)
@@ -325,7 +347,7 @@ def classifies(make: Make) -> Any:
     found = trained(trainer)
     saved(trainer)
     loaded = transformers.BertForSequenceClassification.from_pretrained(make.folder / "out")
-    return [found, {"weights": {name: param.double().sum().item() for name, param in loaded.named_parameters()}}]
+    return [found, sums(loaded)]
 
 
 @habit
@@ -359,7 +381,7 @@ def looks_at_pictures(make: Make) -> Any:
     found = trained(trainer)
     saved(trainer)
     loaded = transformers.LlavaForConditionalGeneration.from_pretrained(make.folder / "out")
-    return [found, {"weights": {name: param.double().sum().item() for name, param in loaded.named_parameters()}}]
+    return [found, sums(loaded)]
 
 
 class Line(nn.Module):
@@ -436,10 +458,9 @@ def goes_on_with_what_schedules_and_callbacks_wrote(make: Make) -> Any:
 
     args = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "weight_decay": 0.1}
     whole = trained(make(Cycled, args=args, callbacks=[Decays]))
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         shutil.rmtree(make.folder / "out" / "checkpoint-6")
-    if dist.is_initialized():
-        dist.barrier()
+    wait_for_all()
     args |= {"learning_rate": 1e-4, "weight_decay": 0.0, "adam_beta1": 0.5}
     trainer = make(Cycled, args=args, callbacks=[Decays])
     resumed = trained(trainer, resume_from_checkpoint=True)
@@ -459,12 +480,11 @@ def goes_on_with_what_schedules_and_callbacks_wrote(make: Make) -> Any:
 def goes_on_after_a_kill_during_a_save(make: Make) -> Any:
     args = {"save_strategy": "steps", "save_steps": 2}
     trained(make(args=args))
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         (make.folder / "out" / "checkpoint-4" / "trainer_state.json").unlink()
         if make.settings is None:  # plain Trainer takes the broken one, and fails
             shutil.rmtree(make.folder / "out" / "checkpoint-4")
-    if dist.is_initialized():
-        dist.barrier()
+    wait_for_all()
     return trained(make(args=args), resume_from_checkpoint=True)
 
 
@@ -506,12 +526,6 @@ def drops_columns_that_the_model_does_not_know(make: Make) -> Any:
 
 
 @habit
-def recomputes_by_reentering(make: Make) -> Any:
-    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    return trained(make(args={"gradient_checkpointing": True, **reentrant}))
-
-
-@habit
 def tells_what_it_trained(make: Make) -> Any:
     trainer = make(args={"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1}, compute_metrics=seen)
     trainer.train()
@@ -522,21 +536,6 @@ def tells_what_it_trained(make: Make) -> Any:
 
 def seen(predictions: Any) -> dict[str, float]:
     return {"seen": float(predictions.inputs.sum() + predictions.losses.sum())}
-
-
-@habit
-def keeps_the_embeddings_noise(make: Make) -> Any:
-    return trained(make(args={"neftune_noise_alpha": 5.0}))
-
-
-@habit
-def compiles(make: Make) -> Any:
-    return trained(make(args={"torch_compile": True, "torch_compile_backend": "aot_eager"}))
-
-
-@habit
-def recomputes(make: Make) -> Any:
-    return trained(make(args={"gradient_checkpointing": True}))
 
 
 def main() -> None:
@@ -552,7 +551,7 @@ def main() -> None:
             transformers.set_seed(1)
             found[name][side] = HABITS[name](Make(given, out))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1 or dist.get_rank() == 0:
+    if is_first():
         (out / "results.json").write_text(json.dumps({"ranks": ranks, "habits": found}))
     if dist.is_initialized():
         dist.barrier()

@@ -6,18 +6,18 @@ The loops run in processes of their own, because an `Accelerator` keeps its stat
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typed_commands import typed
 
 pytest.importorskip("accelerate")
 
 RUNS = Path(__file__).with_name("accelerate_runs.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable]
+"""Without its own `python -u`, so that the ranks start warm."""
 LAUNCH = [
     *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
     *("--main_process_port=0", "--mixed_precision=bf16", "--dynamo_backend=no"),
@@ -26,8 +26,7 @@ LAUNCH = [
 
 
 def run(folder: Path, launch: list[str], settings: list[dict[str, Any]]) -> dict[str, Any]:
-    line = [sys.executable, *launch, str(RUNS), str(folder), json.dumps(settings)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = typed(*launch, RUNS, folder, json.dumps(settings), cwd=folder, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return found
@@ -62,14 +61,18 @@ def test_a_loop_of_accelerate_trains_saves_and_is_refused_what_would_go_wrong(tm
     check_refusals(found)
 
 
-@pytest.mark.full
+@pytest.mark.full(
+    "tests/integrations/test_accelerate.py::test_a_loop_of_accelerate_trains_saves_and_is_refused_what_would_go_wrong"
+)
 def test_every_stage_and_tier_trains_as_accelerate_alone(tmp_path: Path) -> None:
     tiers = [{"stage": 1, "offload": "host"}, {"stage": 3, "offload": "infinity"}, {"stage": 3, "offload": "host_all"}]
     found = run(tmp_path, TORCHRUN, [*({"stage": stage} for stage in range(4)), *tiers])
     check_training(found, found["dzero"])
 
 
-@pytest.mark.full
+@pytest.mark.full(
+    "tests/integrations/test_accelerate.py::test_a_loop_of_accelerate_trains_saves_and_is_refused_what_would_go_wrong"
+)
 def test_accelerate_launch_starts_the_same_loop(tmp_path: Path) -> None:
     found = run(tmp_path, LAUNCH, [{"stage": 2}, {"stage": 3}])
     assert found["dzero"][0]["logs"] == found["dzero"][1]["logs"]

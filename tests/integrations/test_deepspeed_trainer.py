@@ -7,32 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import deepspeed_runs
 import pytest
-import torch
-
-from dzero.integrations.deepspeed.advice import advise
-from dzero.integrations.deepspeed.reading import read
-from dzero.integrations.deepspeed.trainer import TrainerConfig
-from dzero.integrations.deepspeed.translation import translate
-
-transformers = pytest.importorskip("transformers")
+from typed_commands import typed
 
 HERE = Path(__file__).parent
-CORPUS = sorted((HERE / "deepspeed_configs").glob("*.json"))
 RUNS: dict[str, Any] = json.loads((HERE / "deepspeed_losses.json").read_text())["runs"]
 ARGS = {"learning_rate": 1e-2}
 OVERFLOWS: dict[str, Any] = {
     "args": {**ARGS, "fp16": True},
     "deepspeed": {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}},
 }
-AUTO: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 REFUSED = [
     ({"deepspeed": {"gradient_clipping": 0.5}}, "gradient_clipping=0.5 but max_grad_norm=1.0"),
     ({"deepspeed": {"train_batch_size": 4}}, "train_batch_size=4 but train_batch_size (calculated)=8"),
@@ -54,8 +42,8 @@ REFUSED = [
 
 def run(folder: Path, runs: list[dict[str, Any]], ranks: int = 1) -> list[Any]:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    line = [sys.executable, *launch, deepspeed_runs.__file__, str(folder), json.dumps(runs)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    words = [*launch, deepspeed_runs.__file__, folder, json.dumps(runs)]
+    done = typed(*words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[Any] = json.loads((folder / "results.json").read_text())
     return found
@@ -85,7 +73,9 @@ def test_losses_are_those_of_deepspeed_and_contradictions_are_refused(tmp_path: 
         assert "\n" not in message
 
 
-@pytest.mark.full
+@pytest.mark.full(
+    "tests/integrations/test_deepspeed_trainer.py::test_losses_are_those_of_deepspeed_and_contradictions_are_refused"
+)
 def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
     runs = []
     for case in RUNS.values():
@@ -98,38 +88,3 @@ def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
         )
     for case, logs in zip(RUNS.values(), run(tmp_path, runs, ranks=2), strict=True):
         assert [row["loss"] for row in logs] == pytest.approx(case["losses"], rel=2e-6)
-
-
-@pytest.mark.parametrize("path", CORPUS, ids=[path.stem for path in CORPUS])
-def test_the_advised_arguments_agree_with_the_file(path: Path, tmp_path: Path) -> None:
-    translation = translate(read(path), ranks=1)
-    if translation.refused:
-        return
-    advised = advise(translation, ranks=1).arguments
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, **{"max_steps": 5, **advised})
-    optim = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    found = TrainerConfig(path, args)
-    assert (found.scheduler(optim, args.max_steps, args) is None) == (translation.schedule is None)
-
-
-def test_what_accelerate_launch_says_fills_auto(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-    assert TrainerConfig({"bf16": {"enabled": "auto"}}, args).settings["precision"] == "bf16"
-    assert TrainerConfig({"zero_optimization": {"stage": 1}}, args).settings["precision"] == "bf16"
-
-
-def test_no_warm_up_is_told_as_0(tmp_path: Path) -> None:
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-    rates = []
-    for steps in (0, "auto"):
-        params = {"total_num_steps": "auto", "warmup_num_steps": steps}
-        optim = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        schedule = TrainerConfig({"scheduler": {"type": "WarmupDecayLR", "params": params}}, args).scheduler(
-            optim, 4, args
-        )
-        for _ in range(4):
-            rates.append(schedule.get_last_lr())
-            optim.step()
-            schedule.step()
-    assert rates[:4] == rates[4:]

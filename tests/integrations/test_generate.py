@@ -72,7 +72,10 @@ def generated(rank: int, ranks: int, stage: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full)])
+STOPS = "tests/integrations/test_generate.py::test_ranks_may_stop_at_different_lengths"
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full(STOPS))])
 def test_ranks_may_stop_at_different_lengths(pool: Pool, stage: int) -> None:
     assert pool.run(generated, 2, stage) == [[], []]
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 RUNS = Path(__file__).with_name("trl_runs.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 STEPS = 10
+ALONE = "tests/integrations/test_hf_trainer.py::test_a_script_of_trainer_gives_the_same_numbers"
 
 
 def run(folder: Path, launch: list[str], *cases: str) -> dict[str, Any]:
@@ -40,12 +41,12 @@ def check(found: dict[str, Any], *cases: str) -> None:
         assert losses["dzero"] == pytest.approx(losses["alone"], **close), case
 
 
-@pytest.mark.full
+@pytest.mark.full(ALONE)
 def test_sft_and_dpo_take_ten_steps_with_the_losses_of_trl_alone(tmp_path: Path) -> None:
     check(run(tmp_path, [], "sft", "dpo"), "sft", "dpo")
 
 
-@pytest.mark.full
+@pytest.mark.full(ALONE)
 def test_every_trainer_on_two_ranks_has_the_losses_of_trl_with_ddp(tmp_path: Path) -> None:
     found = run(tmp_path, TORCHRUN)
     assert len(found) == 12

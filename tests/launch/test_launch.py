@@ -1,4 +1,4 @@
-"""However a run ends, it ends within seconds, says why once, and leaves no process and no file behind."""
+"""However a run ends, it says why once, and leaves no process and no file behind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from small_runs import ROOT, write_text
 from train_runs import SMALLEST
 from typed_commands import in_a_process, refused
 
-from dzero.launch.launcher import STOP_S
-
 CASES = Path(__file__).parents[1] / "support" / "launch_cases.py"
-SECONDS = 25.0  # of a crowded machine; an idle one takes one
+SECONDS = 120.0  # what takes longer hangs
+TOLD = "tests/launch/test_launch.py::test_a_failure_is_told_once_by_the_rank_that_failed"
 TAGS: dict[int, dict[str, str]] = {}
-GONE_S = 15.0  # workers' start and end; an idle machine takes two, of 5 that are promised
 
 
 def begin(folder: Path, *cases: str) -> subprocess.Popen[str]:
@@ -71,7 +69,6 @@ def test_a_failure_is_told_once_by_the_rank_that_failed(tmp_path: Path) -> None:
     killed = ended["rank_1_is_killed"]["error"]
     assert killed.startswith("rank 1 (pid ")
     assert "was killed by SIGKILL" in killed
-    assert ended["rank_1_is_killed"]["seconds"] < GONE_S
 
     assert ended["all_refuse"]["error"] == "mend this"
     assert noise == ""
@@ -87,7 +84,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.full(TOLD)
 @pytest.mark.parametrize(
     "names", [("Ctrl-C", "terminate", "kill"), pytest.param(tuple(ENDINGS), marks=pytest.mark.slow)], ids=len
 )
@@ -111,20 +108,6 @@ def test_a_signal_ends_every_process_and_runs_beside_it_go_on(tmp_path: Path, na
             process.kill()
 
 
-@pytest.mark.full
-def test_a_worker_that_hears_no_signal_is_killed(tmp_path: Path) -> None:
-    process = begin(tmp_path, "hear_nothing")
-    try:
-        assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 120)
-        process.send_signal(signal.SIGTERM)
-        output, noise = process.communicate(timeout=STOP_S + SECONDS)
-        assert (process.returncode, output) == (128 + signal.SIGTERM, "")
-        assert noise == "stopped by SIGTERM; the workers were ended\n"
-        assert wait_until(lambda: session(process) == [], SECONDS)
-    finally:
-        process.kill()
-
-
 LIMITED = """
 import errno, os, subprocess
 
@@ -146,6 +129,7 @@ os.fork, subprocess._fork_exec = limited(os.fork), limited(subprocess._fork_exec
 """
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("processes", [0, 1, 3], ids=["warm", "check", "rank"])
 def test_a_system_that_starts_no_more_processes_is_told_in_one_line(tmp_path: Path, processes: int) -> None:
     """As `ulimit -u` does, which binds no root: each process starts so many others, and the next one fails."""
@@ -167,12 +151,11 @@ def test_a_torch_that_cannot_be_imported_is_told_as_what_it_is(tmp_path: Path) -
     assert (ended.returncode, ended.stdout) == (1, "")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("early_s", [1.5])
-def test_ctrl_c_while_workers_start_is_as_quiet(tmp_path: Path, early_s: float) -> None:
+@pytest.mark.full(TOLD)
+def test_ctrl_c_while_workers_start_is_as_quiet(tmp_path: Path) -> None:
     process = begin(tmp_path / "early", "wait_for_each_other")
     assert wait_until(lambda: any("dzero.launch.fork_server" in line for line in session(process)), 120)
-    time.sleep(early_s)
+    time.sleep(1.5)
     os.killpg(process.pid, signal.SIGINT)
     output, noise = process.communicate(timeout=SECONDS)
     assert (process.returncode, output, noise) == (130, "", "stopped by SIGINT; the workers were ended\n")

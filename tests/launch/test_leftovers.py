@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from small_runs import write_text
 from train_runs import TORCHRUN, running
+from typed_commands import typed
 
-from dzero.launch.signals import EXIT_SAVED
+EXIT_SAVED = 75
+"""The exit code that the guide promises of a run that was stopped and is saved."""
 
 TORCHRUN_OF_TWO = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
 OF_TORCH = ("torchinductor_", "torchelastic_")
@@ -63,13 +63,14 @@ checkpoints.save(1, {})
 """
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("launcher", [(), TORCHRUN_OF_TWO], ids=["plain", "torchrun"])
 def test_a_program_that_ends_during_a_save_leaves_the_checkpoint(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """Nobody closes the Checkpointer, and the last save is still being written when the program is over."""
     (tmp_path / "own.py").write_text(UNCLOSED)
-    line = [sys.executable, *launcher, str(tmp_path / "own.py")]
-    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ended = typed(*launcher, tmp_path / "own.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "not saved" not in ended.stderr
-    inspected = [sys.executable, "-m", "dzero", "inspect", str(tmp_path / "saved"), "--verify"]
-    assert "step" in subprocess.run(inspected, capture_output=True, text=True, check=True).stdout
+    inspected = typed("-m", "dzero", "inspect", tmp_path / "saved", "--verify", cwd=tmp_path)
+    assert inspected.returncode == 0, inspected.stderr
+    assert "step" in inspected.stdout

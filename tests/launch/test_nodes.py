@@ -46,7 +46,7 @@ def test_the_guide_shows_the_commands_that_are_run_here() -> None:
             assert said.count(word) >= 1, word
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/launch/test_nodes.py::test_the_guide_shows_the_commands_that_are_run_here")
 def test_a_node_that_is_killed_comes_back_and_both_go_on(nodes: tuple[str, str], tmp_path: Path) -> None:
     text = write_text(tmp_path / "words.txt")
     settings = [*SETTINGS, "train.steps=60", f"checkpoint.folder={tmp_path / 'shared'}"]

@@ -23,7 +23,7 @@ ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
 """Runs a command where there is no network but its own loopback, gone with its last process: Ray listens on all."""
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/trainer/test_faults.py::test_a_killed_rank_is_named_and_all_are_gone")
 @pytest.mark.parametrize("kind", ["own loop", "train.py"])
 def test_a_worker_that_dies_is_started_again_and_goes_on(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")

@@ -57,7 +57,9 @@ def slurm(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.mark.full
+@pytest.mark.full(
+    "tests/trainer/test_faults.py::test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stopped"
+)
 def test_a_job_is_stopped_and_loses_a_rank_and_goes_on_each_time(slurm: Cluster, tmp_path: Path) -> None:
     data, log, tag = write_text(tmp_path / "words.txt"), tmp_path / "log.txt", new_tag()
     settings = [f"data.path={data}", f"train.steps={STEPS}", f"checkpoint.folder={tmp_path / 'shared'}"]
@@ -111,7 +113,9 @@ TYPED = """[ "$SLURM_PROCID" != 0 ] || exec {command} launch.workers=1
 """
 
 
-@pytest.mark.full
+@pytest.mark.full(
+    "tests/trainer/test_faults.py::test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stopped"
+)
 def test_srun_without_rank_starts_no_run_in_each_task_and_a_script_may_run(slurm: Cluster, tmp_path: Path) -> None:
     """The script has SLURM_NTASKS=2 too, but is one process, and so is what is typed in a shell of srun."""
     data, log = write_text(tmp_path / "words.txt"), tmp_path / "log.txt"

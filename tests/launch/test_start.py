@@ -12,8 +12,7 @@ import pytest
 from ipv6_only import NOT_PERMITTED
 from small_runs import ROOT, write_text
 from train_runs import SMALLEST
-
-from dzero.cli.settings_help import groups
+from typed_commands import typed as typed_warm
 
 HEAVY = {"torch", "numpy", "numba", "tensorboard", "transformers"}
 TRAIN = str(ROOT / "train.py")
@@ -55,6 +54,7 @@ def test_the_process_that_starts_workers_imports_no_torch(tmp_path: Path) -> Non
     assert imported(ended.stderr) & HEAVY == set()
 
 
+@pytest.mark.full("tests/launch/test_start.py::test_the_process_that_starts_workers_imports_no_torch")
 def test_the_process_that_tells_why_a_worker_failed_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"te')
     ended = typed(tmp_path, *SMALLEST, "data.path=broken.jsonl", "launch.workers=1")
@@ -63,12 +63,19 @@ def test_the_process_that_tells_why_a_worker_failed_imports_no_torch(tmp_path: P
     assert imported(ended.stderr) & HEAVY == set()
 
 
-def test_help_says_what_every_setting_means() -> None:
-    without = [setting.key for group in groups() for setting in group.settings if not setting.meaning]
-    assert without == []
-    assert [group.name for group in groups() if not group.meaning] == []
+def test_help_says_what_every_setting_means(tmp_path: Path) -> None:
+    """Two blanks and more stand between a setting and its meaning, which goes on further right."""
+    shown = typed_warm("train.py", "--help", cwd=tmp_path).stdout.splitlines()
+    first = shown.index(next(line for line in shown if line.startswith("run: ")))
+    settings = [line for line in shown[first:] if re.match(r"  [a-z_.0-9]+=(?!\.\.\. takes)", line)]
+    assert len(settings) > 150
+    assert [line for line in settings if not re.match(r"  \S.*?\S  +\S", line)] == []
+    groups = [line for line in shown[first:] if re.match(r"[a-z_]+:", line)]
+    assert len(groups) > 15
+    assert [line for line in groups if not re.match(r"[a-z_]+: \S", line)] == []
 
 
+@pytest.mark.full("tests/launch/test_listening.py::test_a_run_listens_on_loopback_only")
 def test_workers_meet_on_a_host_that_has_only_ipv6(tmp_path: Path) -> None:
     data = write_text(tmp_path / "words.txt", 4000)
     line = [sys.executable, str(ROOT / "tests/support/ipv6_only.py"), sys.executable, TRAIN, *SMALLEST]

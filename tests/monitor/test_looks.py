@@ -14,8 +14,11 @@ import sys
 import termios
 from pathlib import Path
 
-from small_runs import write_text
+import pytest
+from small_runs import resolved, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dzero import RunError
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 80
@@ -75,3 +78,20 @@ def test_a_run_on_80_columns_shows_speed_and_time_left_and_says_where_named_trac
     assert not [tag for tag in board.Tags()["scalars"] if tag.endswith("_bytes")]
     first = [entry for entry in board.Tensors("note/text_summary") if entry.step == 0]
     assert len(first) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("monitor.log_every_steps=0", r"monitor\.log_every_steps=0"),
+        ("monitor.tensorboard=false monitor.plan=false", r"monitor\.plan=false has no effect"),
+        ("monitor.tensorboard=false monitor.scalars_every_steps=5", "scalars_every_steps=5 has no effect"),
+        ("profile.steps=5", r"profile\.steps=5 has no effect with profile\.enabled=false"),
+        ("profile.memory_snapshot=false", r"profile\.memory_snapshot=false has no effect"),
+        ("profile=on profile.start_step=1", r"profile\.start_step=1: must be a whole number ≥ 2"),
+        ("profile=on profile.steps=0", r"profile\.steps=0"),
+    ],
+)
+def test_settings_without_effect_are_refused_by_their_keys(settings: str, told: str) -> None:
+    with pytest.raises(RunError, match=told):
+        resolved(["launch.workers=1", *settings.split()])

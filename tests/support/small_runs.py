@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hydra import compose, initialize_config_dir
 
-from dzero import config
+from dzero import config, save_pretrained, testing
 from dzero.comm.ledger import EXCEPTIONAL
 from dzero.config import RunConfig
 from dzero.monitor.records import RunSummary
 from dzero.monitor.summary import INSIDE
-from dzero.overrides import spelt_out
+from dzero.overrides import composed, spelt_out
+from dzero.plan.preflight import resolve_run
 from dzero.trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -68,3 +72,84 @@ def agrees(summary: RunSummary) -> bool:
     told = {entry.phase for entry in theory} | {entry.phase for entry in summary.traffic if entry.phase not in untold}
     moved = {entry: t for entry, t in summary.traffic.items() if entry.phase in told}
     return {entry: (t.calls, t.sent_bytes) for entry, t in moved.items()} == theory
+
+
+def resolved(words: Sequence[str]) -> RunConfig:
+    """The run that words of train.py describe, as it is checked before anything starts."""
+    return resolve_run(composed(words, CONF), words)
+
+
+class Ran(NamedTuple):
+    """What one rank knows of a run.
+
+    Attributes:
+        losses: Of each step.
+        norms: Of each step, before clipping.
+        held_out: Losses of evaluations.
+        best: Loss and step of the lowest one, of this run or those that it resumed, and how many came after it.
+        steps: How many were made in all.
+        kept: Bytes of states between steps.
+        foreseen: The same by the table.
+        agrees: Whether measured traffic was the theory's.
+        sent: Bytes of the whole run by phase.
+        told: What was printed.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    held_out: list[float]
+    best: dict[str, Any]
+    steps: int
+    kept: dict[str, int]
+    foreseen: dict[str, int]
+    agrees: bool
+    sent: dict[str, int]
+    told: str
+
+
+class Watched(Trainer):
+    """Keeps the norm of each step."""
+
+    norms: list[float]
+
+    def step(self, *given: Any, **named: Any) -> Any:
+        shared = super().step(*given, **named)
+        decision = self.optim.last_decision
+        assert decision is not None
+        self.norms.append(decision.norm)
+        return shared
+
+
+def ran(rank: int, ranks: int, words: Sequence[str], folder: Path, *saved: str) -> Ran:
+    """`train.py words` on the ranks of the pool; the run's folder is `folder`.
+
+    saved: before the first step the model, or its adapters, are saved into the folder's `before` if that is named;
+    after the last one, the merged model into `merged`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with redirect_stdout(StringIO()) as told:
+        trainer = Watched(composed(words, CONF), folder, torch.device("cpu"))
+        trainer.norms = []
+        if "before" in saved:
+            save_pretrained(trainer.sharded, folder / "before")
+        summary, steps = None, trainer.done_steps
+        if trainer.is_done:
+            trainer.close()
+        else:
+            summary = trainer.run()
+            steps += summary.steps
+        if "merged" in saved:
+            save_pretrained(trainer.sharded, folder / "merged", merge=True)
+    sent = testing.by_phase(summary.traffic) if summary is not None else {}
+    return Ran(
+        losses=trainer.recorder.losses,
+        norms=trainer.norms,
+        held_out=trainer.held_out.losses,
+        best=trainer.held_out.state_dict(),
+        steps=steps,
+        kept=trainer.optim.state_bytes(),
+        foreseen=testing.resting_bytes(trainer.sharded),
+        agrees=summary is None or agrees(summary),
+        sent={phase: traffic.sent_bytes for phase, traffic in sent.items()},
+        told=told.getvalue(),
+    )

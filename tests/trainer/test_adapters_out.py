@@ -6,7 +6,6 @@ The rows of docs/reference/adapters.md are what the test walks. The oracle loads
 from __future__ import annotations
 
 import ast
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,22 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from pool import Pool
-from small_runs import CONF
-from test_finetune import model as chat_model
-from test_finetune import words
-from test_token_loss import Silent
 from torch import Tensor, nn
 
 import dzero
 from dzero.integrations.transformers import DzeroTrainer
-from dzero.models.adapter_config import AdapterConfig
-from dzero.overrides import composed
-from dzero.trainer.export import export
-from dzero.trainer.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-model = chat_model
 PAGE = Path(__file__).parents[2] / "docs/reference/adapters.md"
 STEPS, LR, VOCAB = 2, 2e-2, 61
 SIZES = {
@@ -69,17 +59,6 @@ class Row(NamedTuple):
             default = {}
         return kind(task_type="CAUSAL_LM", **default | self.settings)
 
-    @property
-    def by_train(self) -> list[str] | None:
-        """The words of train.py that ask for the same adapter."""
-        known = {each.name for each in fields(AdapterConfig)}
-        if not self.call.startswith("LoraConfig") or self.model != "llama" or not known.issuperset(self.settings):
-            return None
-        targets = {"target_modules": ["q_proj", "down_proj"]} | self.settings
-        written = {key: value if isinstance(value, str) else json.dumps(value) for key, value in targets.items()}
-        plain = {key: value.replace('"', "").replace(" ", "") for key, value in written.items()}
-        return [f"adapter.{key}={value}" for key, value in plain.items()]
-
 
 def rows(title: str) -> list[Row]:
     section = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
@@ -89,26 +68,25 @@ def rows(title: str) -> list[Row]:
 
 
 LORA, OTHERS = rows("LoRA"), rows("Other methods")
-USUAL = ("IA3", "PromptTuning", "PrefixTuning", "TrainableTokens", "Shira", "Lily", "AdaLora")
-"""Of the other methods, those that are tried in every run of the tests."""
-RARE = ("all-linear", "use_rslora", '"all"', "lora_bias", "olora", "orthogonal", "eva", "qalora", "alora")
-"""Options of LoRA that are not."""
+LOOP = "tests/trainer/test_adapters_out.py::test_a_loop_of_ones_own_leaves_what_it_trained"
+USUAL = ("LoraConfig(r=2)", "ensure_weight_tying", "target_parameters", "pissa", "IA3", "PromptTuning", "AdaLora")
+"""Rows that are tried in every run of the tests: a kind of adapter each."""
 
 
 def case(row: Row, *, is_usual: bool) -> Any:
     """A member of the test; what the installed peft does not offer is skipped."""
     kind = row.call.partition("(")[0]
     missing = pytest.mark.skipif(not hasattr(peft, kind), reason=f"peft {peft.__version__} has no {kind}")
-    return pytest.param(row, id=f"{row.call}-{row.model}", marks=[missing] if is_usual else [missing, pytest.mark.full])
+    marks = [missing] if is_usual else [missing, pytest.mark.full(LOOP)]
+    return pytest.param(row, id=f"{row.call}-{row.model}", marks=marks)
 
 
 def always(row: Row) -> Any:
-    usual = row.call.startswith(USUAL) or (row in LORA and not any(map(row.call.count, RARE)))
-    return case(row, is_usual=usual)
+    return case(row, is_usual=any(map(row.call.count, USUAL)))
 
 
 def sometimes(row: Row) -> Any:
-    named = ("ensure_weight_tying", "'mixture'", "pissa", "dora", "PromptTuning")
+    named = ("ensure_weight_tying", "PromptTuning")
     return case(row, is_usual=any(map(repr(row).count, named)))
 
 
@@ -237,24 +215,3 @@ def test_a_loop_of_ones_own_leaves_what_it_trained(pool: Pool, tmp_path: Path, r
 def test_a_trainer_leaves_what_it_trained(pool: Pool, tmp_path: Path, row: Row) -> None:
     base(tmp_path, row.model)
     compare(row, tmp_path, pool.run(by_trainer, 1, row, tmp_path), refused=not row.alone)
-
-
-def by_train(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
-    """Train by the trainer of train.py, which exports the adapter alone; write the merged model too."""
-    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
-    told = {"before": logits(trainer.sharded.model)}
-    for step in range(1, STEPS + 1):
-        trainer.step(step, Silent())
-    trainer.optim.synchronize()
-    export(trainer.config, trainer.sharded, folder)
-    dzero.save_pretrained(trainer.sharded, folder / "merged", merge=True)
-    return told | {"after": logits(trainer.sharded.model)}
-
-
-@pytest.mark.parametrize("row", [sometimes(row) for row in LORA if row.by_train])
-def test_train_py_leaves_what_it_trained(pool: Pool, model: Path, tmp_path: Path, row: Row) -> None:
-    assert row.by_train is not None
-    line = ["adapter=lora", *row.by_train, f"optim.lr={LR}", "precision=fp32", "zero.stage=3", "data.held_out=0"]
-    line += [f"train.epochs={STEPS}", "train.microbatch_sequences=16", "export.at_end=true", "export.folder=alone"]
-    (tmp_path / "base").symlink_to(model)
-    compare(row, tmp_path, pool.run(by_train, 2, words(model, tmp_path, *line), tmp_path), refused=False)
