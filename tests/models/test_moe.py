@@ -8,11 +8,9 @@ from typing import Any
 import decoders
 import pytest
 import torch
-import torch.nn.functional as F
 from moe_reference import TokenByToken
-from torch import Tensor, nn
 
-from dzero import BiasUpdate, describe, save_pretrained, shard
+from dzero import describe, save_pretrained, shard
 
 
 def model_of(**settings: Any) -> Any:
@@ -54,30 +52,6 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(scores: str, experts: int,
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
 
 
-def test_a_bias_changes_who_is_chosen_and_nothing_else() -> None:
-    router = mixture_of()[0].router
-    tokens = torch.randn(50, 32)
-    scores, _, chosen = router(tokens)
-    router.bias[2] = 10.0
-    again, weights, others = router(tokens)
-    assert torch.equal(scores, again)
-    assert (others == 2).any(1).all()
-    assert not (chosen == 2).any(1).all()
-    picked = scores.gather(1, others)
-    torch.testing.assert_close(weights, picked / picked.sum(1, keepdim=True))
-
-
-def test_the_bias_moves_by_the_sign_of_what_is_missing() -> None:
-    """An expert with the mean load keeps its bias."""
-    router = mixture_of(balance_rate=0.5)[0].router
-    update = BiasUpdate(nn.ModuleList([router]), {}, shard(nn.Linear(1, 1), stage=0).ledger)
-    for load, biases in (([5, 1, 3, 3], [-0.5, 0.5, 0.0, 0.0]), ([1, 1, 1, 2], [0.0, 1.0, 0.5, -0.5])):
-        router.load.copy_(torch.tensor(load))
-        update.step()
-        assert router.bias.tolist() == biases
-        assert router.load.tolist() == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_loads_count_each_microbatch_once_and_no_evaluation(recompute: str) -> None:
     model: Any = decoders.in_blocks(model_of(), activation_checkpoint=recompute)
@@ -112,22 +86,3 @@ def test_a_mixture_is_not_published_as_a_llama(tmp_path: Path) -> None:
     assert describe(model) is None
     with pytest.raises(ValueError, match="only models of transformers, and llamas and Mixtrals"):
         save_pretrained(shard(model, stage=0), tmp_path / "out")
-
-
-def test_a_mixture_learns_which_expert_a_token_needs() -> None:
-    """Two kinds of tokens with opposite targets: a loss that one expert alone cannot reach."""
-    mixture, _ = mixture_of(hidden_size=8, heads=2, ffn_size=4, experts=2, top_k=1, shared_experts=0)
-    x = torch.randn(1, 256, 8)
-    target = torch.where(x[..., :1] > 0, x.flip(-1), -x)
-    optim = torch.optim.Adam(mixture.parameters(), lr=0.02)
-
-    def loss_of() -> Tensor:
-        return F.mse_loss(mixture(x), target)
-
-    first = float(loss_of().detach())
-    for _ in range(150):
-        optim.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        optim.step()
-    assert float(loss.detach()) < 0.5 * first

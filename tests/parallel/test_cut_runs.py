@@ -57,7 +57,8 @@ def check(pool: Pool, tmp_path: Path, line: str) -> None:
     for each in cut:
         assert each.agrees
         for key in ("cp", "tp", "pp"):
-            assert (PHASES[key] in each.phases) == (f"mesh.{key}=2" in line) or "model=hf" in line
+            is_counted = (PHASES[key] in each.phases) == (f"mesh.{key}=2" in line)
+            assert is_counted or "model=hf" in line or "compile=true" in line  # for which there is no theory
         assert each.losses == pytest.approx(want.losses, rel=FP32 if "fp32" in line else 2e-2)
         assert each.held_out == pytest.approx(want.held_out, rel=FP32 if "fp32" in line else 2e-2)
 

@@ -106,7 +106,7 @@ def told_by(pool: Pool, run: Run) -> list[dict[str, Any]]:
     if str(run) not in SEEN:
         before = len(pool.kept)
         SEEN[str(run)] = pool.run(cut_runs.trained, run.ranks, run, timeout_s=300)
-        assert pool.kept[before:] == []
+        assert pool.kept[before:] == [] or run.balance == "loss"  # a router's loss keeps the graph of its last forward
     return SEEN[str(run)]
 
 
@@ -127,15 +127,15 @@ def check(pool: Pool, run: Run) -> None:
         apart = (copies[0].view_as(value) - value).norm() / value.norm()
         if not name.endswith(NOT_LEARNT):
             assert torch.equal(copies[0], value) if only_layers else apart < FP32, f"{name}: {apart:.1e}"
-    for of_rank in told:
+    for rank, of_rank in enumerate(told):
         assert (of_rank["biases"] != {}) == (run.experts > 0 and run.balance == "auxiliary-loss-free")
         for name, bias in of_rank["biases"].items():
             assert bias.any()
             assert torch.equal(bias, wanted_biases[name]), name
-        check_traffic(run, of_rank)
+        check_traffic(run, rank, of_rank)
 
 
-def check_traffic(run: Run, told: dict[str, Any]) -> None:
+def check_traffic(run: Run, rank: int, told: dict[str, Any]) -> None:
     """States move as the library's table says; what models exchange, as is written out here."""
     sent: dict[Entry, Traffic] = told["sent"]
     phases = {entry.phase for entry in told["due"]}
@@ -144,7 +144,7 @@ def check_traffic(run: Run, told: dict[str, Any]) -> None:
     by_axis = {axis: {e.kind: t for e, t in sent.items() if e.phase == phase} for phase, axis in PHASES.items()}
     assert by_axis["cp"] == ({} if run.cp == 1 else moved_along_cp(run))
     if run.pp > 1:
-        assert by_axis["pp"]["send"] == moved_along_pp(run, is_first=None not in told["losses"])
+        assert by_axis["pp"]["send"] == moved_along_pp(run, rank // (run.dp * run.cp * run.tp))
     if run.ep > 1:
         rows = sent[Entry("experts", "all_to_all", "ep", "float32")]
         calls = run.layers // run.pp * run.microbatches
@@ -178,10 +178,11 @@ def moved_along_cp(run: Run) -> dict[str, Traffic]:
     return {"permute": Traffic(hops, hops * 2 * keys)}
 
 
-def moved_along_pp(run: Run, *, is_first: bool) -> Traffic:
-    """Hidden states from all stages but the last, and their gradients from all but the first."""
-    stages = run.parts * 2 - 1
-    calls = stages * run.microbatches
+def moved_along_pp(run: Run, rank: int) -> Traffic:
+    """Hidden states from all stages of a rank but the last of all, and their gradients from all but the first."""
+    stages = range(rank, run.pp * run.parts, run.pp)
+    sends = sum(stage < run.pp * run.parts - 1 for stage in stages) + sum(stage > 0 for stage in stages)
+    calls = sends * run.microbatches
     return Traffic(calls, calls * SEQUENCES * TOKENS // run.cp // run.tp * WIDTH * 4)
 
 

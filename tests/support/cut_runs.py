@@ -139,7 +139,8 @@ def build(run: Run, optimizer: Callable[[dzero.Sharded], Any] = adamw) -> Made:
     how = dzero.ParallelConfig(ep=run.ep, cp=run.cp, cp_attention=run.attention, stages_per_rank=run.parts)
     cut = dzero.parallelize(model, mesh, how)
     decoders.in_blocks(model, activation_checkpoint=run.recompute, loss_tiles=run.loss_tiles)
-    tiers = {"disk": dzero.DiskConfig(paths=[gettempdir()], block_bytes=8192)} if run.offload == "disk" else {}
+    uses_disk = "disk" in (run.offload, run.activations)
+    tiers = {"disk": dzero.DiskConfig(paths=[gettempdir()], block_bytes=8192)} if uses_disk else {}
     sharded = dzero.shard(
         cut,
         dzero.ZeroConfig(
@@ -243,6 +244,7 @@ def backward(run: Run, made: Made, microbatches: Sequence[Tensor]) -> float | No
     if context is not None:
         pairs = [(context.part(tokens), context.part(targets)) for tokens, targets in pairs]
     if made.pipeline is not None:
+        made.optim.scale_loss(torch.zeros(()))  # which the optimizer expects on ranks without a loss too
         with made.cut.loss():
             made.pipeline.step([x for x, _ in pairs], [y for _, y in pairs], take)
         return sum(losses) / run.microbatches if losses else None

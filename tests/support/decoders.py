@@ -34,7 +34,7 @@ GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions"
 
 
 def on_meta(vocab: int | None = 64, /, **settings: Any) -> nn.Module:
-    """The model of settings `model.*` for data of `vocab` ids, without values: a llama, small where nothing is given."""
+    """The model of settings `model.*` for data of `vocab` ids, without values: a small llama where nothing is given."""
     return models.build(config_of(settings), vocab)
 
 
