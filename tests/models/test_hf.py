@@ -120,7 +120,7 @@ def test_weights_that_are_missing_of_another_shape_or_without_a_place_are_named(
         made(tmp_path, weights=True)
 
 
-def test_absent_broken_and_outside_files_are_refused(tmp_path: Path) -> None:
+def test_absent_and_broken_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no config.json"):
         build(tmp_path)
     hf_config("llama").save_pretrained(tmp_path)
@@ -128,9 +128,6 @@ def test_absent_broken_and_outside_files_are_refused(tmp_path: Path) -> None:
         made(tmp_path, weights=True)
     (tmp_path / "model.safetensors").write_bytes(b"\x10" * 20)
     with pytest.raises(ValueError, match=r"not a whole safetensors file"):
-        made(tmp_path, weights=True)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"no such file"):
         made(tmp_path, weights=True)
 
 
