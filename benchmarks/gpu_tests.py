@@ -16,7 +16,7 @@ from gpu_findings import Findings
 
 ROOT = Path(__file__).parent.parent
 TEST_S, MOST_FAILURES, TEXT_CHARS = 90, 40, 4000
-FIRST = ("test_adamw_kernel.py", "test_sums_kernel.py")
+FIRST = ("test_inside_gpu_kernels.py",)
 """Of tests/gpu: what all others build on."""
 RANKS = "test_four_ranks.py"
 """The others' process would wait for them, should they hang: so they have one of their own."""

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import parity_cells
 import reference
 import small_decoders
 import torch
 import torch.distributed as dist
-from parity_cells import DTYPES, master_of, whole
+from parity_cells import CLIP, LR, STEPS, master_of, whole
 from staged_group import BACKEND, staged
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
-from dzero.optim import cpu_kernels
 
-RANKS, STEPS, LR, CLIP, NET = 4, 10, 3e-3, 0.5, "uneven"
+RANKS, NET = 4, "uneven"
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,6 @@ def train(
 
 def oracle(run: Run) -> reference.History:
     """The same run by tests/support/reference.py, on the CPU."""
-    working = DTYPES[run.precision]
-    return reference.train(
-        lambda: small_decoders.build(NET),
-        small_decoders.batches(NET, steps=STEPS, ranks=RANKS, microbatches=run.microbatches),
-        small_decoders.loss_fn,
-        lrs=[LR] * STEPS,
-        numerics=reference.Numerics(
-            working=working,
-            wire=working,
-            grad=torch.float32 if run.microbatches > 1 else working,
-            early=run.stage >= 2 and run.microbatches > 1,
-        ),
-        clip=CLIP,
-        sum_squares=lambda chunk: cpu_kernels.sum_squares([chunk.contiguous()]).item(),
+    return parity_cells.oracle(
+        parity_cells.Cell(run.stage, run.precision, run.microbatches, master="fp32", net=NET, ranks=RANKS)
     )

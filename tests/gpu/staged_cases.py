@@ -1,4 +1,4 @@
-"""Every collective that dzero, FSDP2 and DTensor use, on one rank: what a staged group is compared with gloo by.
+"""Every collective that FSDP2 and DTensor use, on one rank: what a staged group is compared with gloo by.
 
 Values are whole numbers so small that every order of additions gives the same bits.
 """
@@ -15,8 +15,6 @@ from staged_group import BACKEND, staged
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-from dzero.comm.reduction import ExactReduction, NativeReduction
 
 Group = dist.ProcessGroup
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -119,25 +117,6 @@ def broadcasts(group: Group) -> dict[str, Tensor]:
     return found
 
 
-def exchanges(group: Group) -> dict[str, Tensor]:
-    """dzero's own, as `comm/reduction.py` calls the group."""
-    found, ranks = {}, group.size()
-    for kind in (ExactReduction(group), NativeReduction(group)):
-        name = type(kind).__name__
-        out = torch.zeros(6)
-        kind.reduce_scatter(out, numbers(group, 6 * ranks), torch.float32)
-        reduced = numbers(group, 9)
-        kind.all_reduce(reduced, torch.float32)
-        gathered, turned = torch.zeros(3 * ranks), torch.zeros(3 * ranks)
-        works = kind.all_gather(gathered, numbers(group, 3))
-        works += kind.all_to_all(turned, numbers(group, 3 * ranks))
-        for work in works:
-            work.wait()
-        found |= {f"{name} scattered": out, f"{name} reduced": reduced, f"{name} gathered": gathered}
-        found[f"{name} turned"] = turned
-    return found
-
-
 def dtensors(group: Group) -> dict[str, Tensor]:
     mesh = DeviceMesh.from_group(group, "cpu")
     local, found = numbers(group, 3, 4), {}
@@ -163,7 +142,7 @@ def order(group: Group) -> dict[str, Tensor]:
 
 
 CASES: tuple[Callable[[Group], dict[str, Tensor]], ...] = (
-    all_reduces, gathers, scatters, turns, messages, broadcasts, exchanges, dtensors, order,
+    all_reduces, gathers, scatters, turns, messages, broadcasts, dtensors, order,
 )  # fmt: skip
 
 

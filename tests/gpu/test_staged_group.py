@@ -15,9 +15,11 @@ def test_every_collective_gives_what_gloo_gives(pool: Pool) -> None:
     assert pool.run(staged_cases.compare, RANKS) == [[]] * RANKS
 
 
-@pytest.mark.parametrize(
-    "run", [Run(0), Run(1, reduction="native"), Run(2, 2, tier="host"), Run(3, precision="bf16")], ids=str
-)
+FULL = pytest.mark.full("tests/gpu/test_staged_group.py::test_training_has_the_bits_of_the_oracle")
+MORE = (Run(0), Run(1, reduction="native"), Run(2, 2, tier="host"))
+
+
+@pytest.mark.parametrize("run", [Run(3, precision="bf16"), *(pytest.param(run, marks=FULL) for run in MORE)], ids=str)
 def test_training_has_the_bits_of_the_oracle(pool: Pool, tmp_path: Path, run: Run) -> None:
     """What test_four_ranks.py runs on a GPU."""
     want = oracle(run)
@@ -26,6 +28,7 @@ def test_training_has_the_bits_of_the_oracle(pool: Pool, tmp_path: Path, run: Ru
         assert [name for name in want.masters if not torch.equal(masters[name], want.masters[name])] == []
 
 
+@FULL
 def test_hybrid_sharding_follows_the_oracle(pool: Pool, tmp_path: Path) -> None:
     """Two hops in fp32 round otherwise than one: 1e-7 of a gradient, which AdamW may turn into a part of a step."""
     run = Run(3, 2, replicate=2)

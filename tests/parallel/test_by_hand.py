@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import decoders
 import pytest
+import torch
 from pool import Pool
-from side_cases import losses_of
 
-FACTORINGS = ["3_cp2.pp2", "2_dp4.ep2"]
+STEPS, SIZES = 4, {"hidden_size": 64, "layers": 4}
+FIRST = ["2_dp4.ep2", "3_cp2.pp2"]
 MORE = [
     "2_dp2.tp2",
     "3_dp4",
@@ -22,7 +24,21 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("cut", [*FACTORINGS, *(pytest.param(cut, marks=pytest.mark.slow) for cut in MORE)])
+def losses_of(rank: int, ranks: int, name: str) -> list[float]:
+    """Of each step of a side, as this rank tells them."""
+    import parallel_sides
+
+    experts = {"kind": "moe", "ffn_size": 16, "experts": 4, "top_k": 2, "balance": "none"}
+    of_kind = experts if parallel_sides.SIDES[name].cut.ep > 1 else {"ffn_size": 64}
+    model = decoders.with_values(256, **SIZES, **of_kind)
+    step = parallel_sides.build(name, model, samples=4)
+    generator = torch.Generator().manual_seed(parallel_sides.reader_of(name, rank))
+    batch = torch.randint(0, 256, (4, 33), generator=generator)
+    return [float(step(batch)) for _ in range(STEPS)]
+
+
+@pytest.mark.full("tests/parallel/test_cut_training.py::test_a_cut_model_trains_as_in_one_process")
+@pytest.mark.parametrize("cut", [*FIRST, *(pytest.param(cut, marks=pytest.mark.slow) for cut in MORE)])
 def test_the_library_and_torchs_own_pieces_have_the_same_losses(pool: Pool, cut: str) -> None:
     own, hand = (
         [sum(of_step) / 4 for of_step in zip(*pool.run(losses_of, 4, f"{by}_{cut}", timeout_s=200), strict=True)]

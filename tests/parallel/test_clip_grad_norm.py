@@ -4,33 +4,185 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import clip_cases
+import cut_runs
+import decoders
 import pytest
 import torch
-from clip_cases import MAX_NORMS, MESHES, Clipped
+from cut_runs import Run
+from parity_cells import whole
 from pool import Pool
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
+import dzero
+
+STEPS, LR = 2, 0.3
+MAX_NORMS = {1.0: 5.0, 2.0: 0.2, 3.0: 0.05, math.inf: 0.02}
+"""Norm to clip to, by type, below those of all steps of every model."""
 STAGES = (0, 1, 2, 3)
-OPTIONS = [("device", "torch"), ("host", "dzero"), ("device", "optimizer")]
+PIPED = {"pp": 2, "layers": 4, "microbatches": 4}
+MESHES: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "dp3": {"dp": 3},
+    "tp2": {"tp": 2},
+    "pp2": PIPED,
+    "ep2": {"dp": 2, "ep": 2, "experts": 4, "balance": "none"},
+    "dp2 tp2": {"dp": 2, "tp": 2},
+    "tied": {**PIPED, "tied": True},
+}
+"""Settings of runs; those of data-parallel ranks alone train a `Judge`."""
 
 
-def cases_of(mesh: str, products: Iterable[tuple[int, float]]) -> list[Clipped]:
-    """Return a case for each (stage, type); who clips, and where gradients are, in turn."""
-    turn = itertools.cycle(OPTIONS)
-    return [
-        Clipped(mesh=mesh, norm_type=norm_type, stage=0 if mesh == "pp2" and stage == 3 else stage, offload=tier, by=by)
-        for (stage, norm_type), (tier, by) in zip(products, turn, strict=False)
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Clipped:
+    """`mesh`: a key of `MESHES`. by: who clips. poison: factor of the head's gradient in the last step."""
+
+    mesh: str
+    norm_type: float = 2.0
+    stage: int = 2
+    offload: str = "device"
+    by: str = "torch"
+    poison: float = 0.0
+
+    @property
+    def run(self) -> Run:
+        return Run(stage=self.stage, offload=self.offload, **MESHES[self.mesh])
+
+    @property
+    def judges(self) -> bool:
+        return self.mesh in ("dp2", "dp3")
+
+
+class Judge(nn.Module):
+    """A reward model: its head has one row, so that all ranks but the first have none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Linear(5, 7)
+        self.head = nn.Linear(7, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.body(x)))
+        return out
+
+
+def judged(ranks: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [[*of_step] for of_step in torch.randn(STEPS, ranks, 4, 5, generator=generator)]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model's parameters by name, an optimizer, and `backward(step)`, which leaves the gradients of a step."""
+
+    params: dict[str, nn.Parameter]
+    optim: torch.optim.Optimizer
+    backward: Callable[[int], object]
+
+
+def sgd(sharded: dzero.Sharded) -> dzero.TorchOptimizer:
+    return dzero.TorchOptimizer(sharded, torch.optim.SGD, lr=LR)
+
+
+def in_dzero(case: Clipped) -> Side:
+    """This rank's side."""
+    if case.judges:
+        return of_judge(case.run.ranks, case.stage, case.offload)
+    made = cut_runs.build(case.run, sgd)
+    steps = cut_runs.batches(STEPS, case.run.dp, case.run.microbatches)
+    own = cut_runs.reader_of(case.run)
+    return Side(
+        made.sharded.named_params(), made.optim, lambda step: cut_runs.backward(case.run, made, steps[step][own])
+    )
+
+
+def of_judge(
+    ranks: int, stage: int, offload: str = "device", *, replicate: int = 1, axes: tuple[str, ...] = ("shard",)
+) -> Side:
+    sharded = dzero.shard(
+        Judge(),
+        dzero.ZeroConfig(stage=stage, optimizer_shard_axes=[*axes]),
+        mesh=dzero.make_mesh("cpu", replicate=ranks if stage == 0 else replicate),
+        precision="fp32",
+        offload=dzero.OffloadConfig(**dict.fromkeys(("grad", "master", "moments"), offload)),
+    )
+    inputs, rank = judged(ranks), torch.distributed.get_rank()
+    optim: Any = dzero.AdamW(sharded) if len(axes) > 1 else sgd(sharded)  # those axes are AdamW's alone
+    return Side(sharded.named_params(), optim, lambda step: sharded.model(inputs[step][rank]).mean().backward())
+
+
+def in_torch(case: Clipped) -> Side:
+    """One process's side."""
+    run = case.run
+    model: Any = Judge() if case.judges else cut_runs.model_of(run)
+    if case.judges:
+        steps: Any = judged(run.dp)
+    else:
+        decoders.filling(model)(model)
+        drawn = cut_runs.batches(STEPS, run.dp, run.microbatches)
+        steps = [[batch for of_rank in of_step for batch in of_rank] for of_step in drawn]
+    loss_of = (lambda model, x: model(x).mean()) if case.judges else cut_runs.loss_of
+    params = dict(model.named_parameters())
+
+    def backward(step: int) -> None:
+        torch.stack([loss_of(model, each) for each in steps[step]]).mean().backward()  # type: ignore[no-untyped-call]
+
+    return Side(params, torch.optim.SGD(params.values(), lr=LR), backward)
+
+
+def train(side: Side, case: Clipped, *, plain: bool) -> dict[str, Any]:
+    """Norms of all gradients before and after clipping and of the head's, and the parameters at the end."""
+    clip: Any = torch.nn.utils.clip_grad_norm_ if plain or case.by == "torch" else dzero.clip_grad_norm_
+    given: Any = side.optim if case.by == "optimizer" and not plain else [*side.params.values()]
+    found: dict[str, Any] = {"norms": [], "clipped": [], "heads": [], "error": ""}
+    limit, p = MAX_NORMS[case.norm_type], case.norm_type
+    heads = [param for name, param in side.params.items() if "head" in name]
+    for step in range(STEPS):
+        side.backward(step)
+        is_poisoned = bool(case.poison) and step == STEPS - 1
+        for param in heads if is_poisoned else ():
+            assert param.grad is not None
+            param.grad.mul_(case.poison)
+        found["heads"].append(number(torch.nn.utils.get_total_norm(grads(heads), p)))
+        if is_poisoned:
+            found["error"] = error_of(lambda: clip(given, limit, p, error_if_nonfinite=True))
+        found["norms"].append(number(clip(given, limit, p)))
+        if not is_poisoned:
+            found["clipped"].append(number(torch.nn.utils.get_total_norm(grads(side.params.values()), p)))
+            side.optim.step()
+            side.optim.zero_grad()
+    getattr(side.optim, "synchronize", lambda: None)()
+    return found | {"params": {name: whole(param).clone() for name, param in side.params.items()}}
+
+
+def error_of(attempt: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as told:
+        attempt()
+    return str(told.value)
+
+
+def grads(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def number(norm: Tensor) -> float:
+    return float(whole(norm))
+
+
+def of_rank(rank: int, ranks: int, cases: list[Clipped]) -> list[dict[str, Any]]:
+    return [train(in_dzero(case), case, plain=False) for case in cases]
 
 
 def check(pool: Pool, cases: list[Clipped]) -> None:
-    for case, of_ranks in zip(
-        cases, zip(*pool.run(clip_cases.of_rank, cases[0].ranks, cases), strict=True), strict=True
-    ):
-        right = clip_cases.of_one_process(case)
+    """All of one number of ranks."""
+    told = zip(*pool.run(of_rank, cases[0].run.ranks, cases, timeout_s=300), strict=True)
+    for case, of_ranks in zip(cases, told, strict=True):
+        right = train(in_torch(case), case, plain=True)
         for rank, found in enumerate(of_ranks):
             compare(found, right, rank, case)
             assert [*map(str, found["norms"])] == [*map(str, of_ranks[0]["norms"])], case  # the same bits everywhere
@@ -42,56 +194,138 @@ def compare(found: dict[str, Any], right: dict[str, Any], rank: int, case: Clipp
     assert ("non-finite" in found["error"]) == ("non-finite" in right["error"]) == bool(case.poison)
     for name, param in found["params"].items():
         whole = right["params"][name]
-        part = whole if param.shape == whole.shape else whole.chunk(case.ranks)[rank]  # this rank's experts
+        part = whole if param.shape == whole.shape else whole.chunk(case.run.ranks)[rank]  # this rank's experts
         torch.testing.assert_close(param, part, rtol=1e-4, atol=2e-6, msg=f"{name} of {case}")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_gradients_are_clipped_by_the_norm_of_all_ranks(pool: Pool, mesh: str) -> None:
-    """Three steps of SGD, for which a wrong factor is a wrong step; every stage and every type once."""
-    number = [*MESHES].index(mesh)
-    check(pool, cases_of(mesh, zip(STAGES[number % 4 :] + STAGES[: number % 4], MAX_NORMS, strict=True)))
+WHO = [("device", "torch"), ("host", "dzero"), ("device", "optimizer")]
 
 
-@pytest.mark.full
+def product_of(mesh: str) -> list[Clipped]:
+    """Every stage and type of norm; who clips, and where gradients are, in turn."""
+    turn = zip(itertools.product(STAGES, MAX_NORMS), itertools.cycle(WHO), strict=False)
+    return [
+        Clipped(mesh=mesh, norm_type=norm_type, stage=stage, offload=tier, by=by)
+        for (stage, norm_type), (tier, by) in turn
+        if not (MESHES[mesh].get("pp") and stage == 3)
+    ]
+
+
+FIRST = [
+    Clipped(mesh="dp2", norm_type=3.0, stage=3, by="optimizer"),
+    Clipped(mesh="tp2", norm_type=math.inf, stage=1, poison=math.nan),
+    Clipped(mesh="tp2", norm_type=2.0, stage=3, offload="host", by="dzero"),
+    Clipped(mesh="pp2", norm_type=1.0, stage=1, poison=math.inf),
+    Clipped(mesh="pp2", norm_type=2.0, stage=2, offload="host", by="dzero"),
+    Clipped(mesh="ep2", norm_type=2.0, stage=3),
+    Clipped(mesh="tied", norm_type=2.0, stage=1, by="optimizer"),
+    Clipped(mesh="tied", norm_type=math.inf, stage=0, by="dzero"),
+]
+POISONED = list(itertools.product((math.nan, math.inf), MAX_NORMS))
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_ranks(pool: Pool) -> None:
+    """Steps of SGD, for which a wrong factor is a wrong step; weights at both ends of a pipeline count once."""
+    check(pool, FIRST)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_ranks_without_it(pool: Pool) -> None:
+    check(pool, [Clipped(mesh="dp3", norm_type=each, poison=poison) for poison, each in POISONED])
+
+
+@pytest.mark.full("tests/parallel/test_clip_grad_norm.py::test_gradients_are_clipped_by_the_norm_of_all_ranks")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_stage_clips_by_every_type_of_norm(pool: Pool, mesh: str) -> None:
-    check(pool, cases_of(mesh, itertools.product(STAGES, MAX_NORMS)))
+    check(pool, product_of(mesh))
+    if mesh != "tied":  # it has no head of its own to poison
+        check(pool, [Clipped(mesh=mesh, norm_type=each, poison=poison) for poison, each in POISONED])
 
 
-@pytest.mark.parametrize(("mesh", "types"), [("dp3", MAX_NORMS), ("tp2", (math.inf,)), ("pp2", (1.0, 2.0, math.inf))])
-def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks(pool: Pool, mesh: str, types: Iterable[float]) -> None:
-    poisons = itertools.product((math.nan, math.inf), types)
-    check(pool, [Clipped(mesh=mesh, norm_type=each, poison=poison) for poison, each in poisons])
+def norms_of(side: Side) -> list[float]:
+    """Of each type of the first step's gradients, and that of copies of them."""
+    side.backward(0)
+    norms = []
+    for p in MAX_NORMS:
+        norms.append(number(torch.nn.utils.clip_grad_norm_(side.params.values(), 1e9, p)))
+        norms.append(number(torch.nn.utils.get_total_norm([grad * 2.0 for grad in grads(side.params.values())], p)))
+    return norms
 
 
-@pytest.mark.parametrize("axes", [("shard",), ("replicate", "shard")])
-def test_replicas_count_once(pool: Pool, axes: tuple[str, ...]) -> None:
-    """Of shards, and of states that the replicas divide among them; in copies of the gradients too."""
-    case = Clipped(mesh="dp4", norm_type=2.0, replicate=2, axes=axes)
-    right = clip_cases.norms_of(clip_cases.in_torch(case))
-    for norms in pool.run(clip_cases.of_types, 4, case):
-        assert norms == pytest.approx(right, rel=1e-5)
+def of_replicas(rank: int, ranks: int) -> list[list[float]]:
+    """Of shards, and of states that the replicas divide among them."""
+    every = (("shard",), ("replicate", "shard"))
+    return [norms_of(of_judge(ranks, 2, replicate=2, axes=axes)) for axes in every]
 
 
-def test_weights_at_both_ends_of_a_pipeline_count_once(pool: Pool) -> None:
-    tied = [Clipped(mesh="pp2", norm_type=each, tied=True, by=by) for each in MAX_NORMS for by in ("torch", "dzero")]
-    check(pool, tied)
+def test_replicas_count_once_also_in_copies_of_the_gradients(pool: Pool) -> None:
+    model, inputs = Judge(), judged(4)[0]
+    params = dict(model.named_parameters())
+    optim = torch.optim.SGD(params.values())
+    right = norms_of(Side(params, optim, lambda _: torch.stack([model(x).mean() for x in inputs]).mean().backward()))  # type: ignore[no-untyped-call]
+    for of_axes in pool.run(of_replicas, 4):
+        for norms in of_axes:
+            assert norms == pytest.approx(right, rel=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
-def test_copies_of_gradients_of_a_cut_model_are_refused_on_all_ranks(pool: Pool, mesh: str) -> None:
-    for error in pool.run(clip_cases.of_copies, 2, Clipped(mesh=mesh, norm_type=2.0)):
-        assert "call dzero.clip_grad_norm_(parameters, max_norm)" in error
+def of_copies(rank: int, ranks: int) -> list[str]:
+    """How a norm of copies of the gradients is refused, of which this rank may have none; and by functions that were
+    imported before any model was sharded, by torch's, and by ours."""
+    found = []
+    for mesh in ("tp2", "pp2"):
+        side = in_dzero(Clipped(mesh=mesh))
+        side.backward(0)
+        copies = [grad.float() * 1.0 for grad in grads(side.params.values())]
+        found.append(error_of(lambda copies=copies: torch.nn.utils.get_total_norm(copies)))  # type: ignore[misc]
+        functions: list[Any] = [clip_grad_norm_, torch.nn.utils.clip_grad_norm_, dzero.clip_grad_norm_]
+        assert len({number(clip(side.params.values(), 1e9)) for clip in functions}) == 1
+    return found
+
+
+def test_copies_of_gradients_of_a_cut_model_are_refused_and_early_names_clip_alike(pool: Pool) -> None:
+    for errors in pool.run(of_copies, 2):
+        assert all("call dzero.clip_grad_norm_(parameters, max_norm)" in error for error in errors)
+
+
+class Parts(nn.Module):
+    """Two parts, of which the last microbatch reaches one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, *, last: bool) -> Tensor:
+        out: Tensor = self.first(x) if last else self.first(self.second(x))
+        return out
+
+
+def of_parts(rank: int, ranks: int) -> tuple[float, float, str]:
+    """The norm of two parts, of which the last microbatch reaches one; that of the step; a refusal.
+
+    The refusal is that of a norm of the `.grad` that are set after the backward.
+    """
+    units = dzero.ZeroConfig(stage=2, units=lambda each: isinstance(each, nn.Linear))
+    sharded = dzero.shard(Parts(), units, microbatches=2, precision="fp32")
+    optim = dzero.TorchOptimizer(sharded, torch.optim.SGD, lr=LR, max_norm=1e9)
+
+    def backward() -> None:
+        for index in range(2):
+            with sharded.microbatch(is_last=index == 1):
+                sharded.model(torch.ones(2, 3) + rank, last=index == 1).sum().backward()
+            if index == 0:
+                assert number(torch.nn.utils.clip_grad_norm_(sharded.model.parameters(), 1e-3)) == 0
+
+    backward()
+    error = error_of(lambda: torch.nn.utils.get_total_norm(grads(sharded.named_params().values())))
+    optim.zero_grad()
+    backward()
+    norm = number(torch.nn.utils.clip_grad_norm_(sharded.model.parameters(), 1e9))
+    optim.step()
+    assert optim.last_decision is not None
+    return norm, optim.last_decision.norm, error
 
 
 def test_gradients_of_earlier_microbatches_count(pool: Pool) -> None:
     """A part of the model that the last microbatch does not reach has its gradients in the norm, or all ranks raise."""
-    for norm, step, error in pool.run(clip_cases.of_parts, 2):
+    for norm, step, error in pool.run(of_parts, 2):
         assert norm == pytest.approx(step, rel=1e-6)
         assert "the last microbatch did not reach" in error
-
-
-def test_functions_that_were_imported_before_clip_by_the_same_norm(pool: Pool) -> None:
-    for norms in pool.run(clip_cases.by_early_names, 2):
-        assert norms[0] == norms[1] == norms[2]

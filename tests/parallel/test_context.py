@@ -1,236 +1,189 @@
-"""Context parallelism: attention over cut sequences is that over whole ones, and training that of one process."""
+"""Attention over sequences that ranks share, in every way that it is cut: its numbers, its traffic and its memory."""
 
 from __future__ import annotations
 
-import re
-from itertools import product
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from comparison_steps import SHORT, of_lengths
-from context_cases import (
-    CHUNKS,
-    SEQUENCES,
-    SHAPE,
-    TOKENS,
-    Call,
-    Run,
-    attended,
-    oracle,
-    peak_of_attention,
-    plain_attention,
-    rows_of,
-    trained,
-)
+import torch.nn.functional as F
+import typed_commands
+from allocated_peak import allocated_peak_bytes
+from dispatch_counter import DispatchCounter
 from pool import Pool
-from small_runs import settled, train, write_text
+from small_runs import settled, write_text
 from torch import Tensor, nn
+from typed_commands import typed
 
-from dzero import make_mesh
-from dzero.comm.ledger import Entry, Ledger, Traffic
-from dzero.config import ConfigError
-from dzero.mesh import context_group
-from dzero.mesh_config import CP_ATTENTIONS, MeshConfig
-from dzero.models.llama import Llama
-from dzero.parallel.context.attention import ATTENTIONS
-from dzero.parallel.context.parallelize import AttentionSizes, ContextParallel, expected_context
-from dzero.parallel.context.zigzag import Zigzag, cut, joined
-from dzero.parallel.divisibility import check_heads
-from dzero.plan.run_layout import workers_of
+from dzero import ParallelConfig, RunError, Sharded, ZeroConfig, make_mesh, parallelize, shard
+from dzero.testing import Entry, Traffic
 
 FP32, FP64 = 1e-5, 1e-12
-"""Relative to the largest value, and of training to the length of each parameter: sums are cut elsewhere."""
+"""Relative to the largest value: sums are cut elsewhere."""
+KINDS = ("all_gather", "ulysses", "ring")
+CHUNKS = {2: [0, 1, 1, 0], 4: [0, 1, 2, 3, 3, 2, 1, 0]}
+"""Which rank has chunk c of a sequence, by the number of ranks."""
 
-IN_FP64 = ("all_gather", "ulysses")
-"""torch's ring merges in fp32."""
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Attention over 2 whole sequences of `tokens`, of heads of 6 dims. exact: pairwise moves."""
+
+    kind: str
+    dtype: torch.dtype = torch.float64
+    heads: int = 8
+    kv_heads: int = 4
+    tokens: int = 48
+    exact: bool = True
+
+
 CALLS = [
-    *(Call(kind=kind, ranks=ranks, kv_heads=kv) for kind, ranks, kv in product(ATTENTIONS, (2, 4), (8, 4))),
-    *(Call(kind=kind, ranks=ranks, kv_heads=4, dtype=torch.float64) for kind, ranks in product(IN_FP64, (2, 4))),
-    Call(kind="all_gather", ranks=2, kv_heads=1, heads=3, dtype=torch.float64, tile=5),
-    Call(kind="all_gather", ranks=4, kv_heads=2, dtype=torch.float64, tile=4),
-    *(Call(kind=kind, ranks=2, kv_heads=4, dtype=torch.float64, exact=False) for kind in IN_FP64),
+    *(Call(kind=kind, dtype=torch.float32, kv_heads=kv) for kind in KINDS for kv in (8, 4)),
+    *(Call(kind=kind, exact=exact) for kind in KINDS[:2] for exact in (True, False)),  # torch's ring merges in fp32
+    Call(kind="all_gather", kv_heads=1, heads=3),
+    Call(kind="all_gather", kv_heads=1, heads=2, tokens=2080),  # masks of more than a tile of 256 queries
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_attention_over_parts_is_that_over_whole_sequences(pool: Pool, call: Call) -> None:
-    """Forward and backward; where tiles are shorter than a chunk, the last is the shortest."""
-    told = pool.run(attended, call.ranks, call)
+class Attending(nn.Module):
+    """What a model needs so that its sequences can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return tokens if positions is None else positions.expand_as(tokens)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def drawn(call: Call) -> list[Tensor]:
+    """query, key, value and the gradient of the result, all of whole sequences."""
+    generator = torch.Generator().manual_seed(3)
+    heads = (call.heads, call.kv_heads, call.kv_heads, call.heads)
+    return [torch.randn(2, each, call.tokens, 6, generator=generator, dtype=torch.float64) for each in heads]
+
+
+def rows_of(rank: int, ranks: int, tokens: int) -> Tensor:
+    """Positions that `rank` has."""
+    size = tokens // len(CHUNKS[ranks])
+    chunks = [number for number, owner in enumerate(CHUNKS[ranks]) if owner == rank]
+    return torch.cat([torch.arange(size) + chunk * size for chunk in chunks])
+
+
+def cut(kind: str, ranks: int, *, exact: bool = True) -> Sharded:
+    mesh = make_mesh("cpu", replicate=ranks)
+    model = parallelize(Attending(), mesh, ParallelConfig(cp=ranks, cp_attention=kind))
+    return shard(model, ZeroConfig(stage=0, reduction="exact" if exact else "native"), precision="fp32")
+
+
+def given(call: Call, rank: int, ranks: int) -> tuple[list[Tensor], Tensor]:
+    rows = rows_of(rank, ranks, call.tokens)
+    query, key, value, grad = (each[:, :, rows].to(call.dtype) for each in drawn(call))
+    return [each.requires_grad_() for each in (query, key, value)], grad
+
+
+Told = tuple[list[Tensor], dict[Entry, Traffic], dict[str, int]]
+
+
+def attended(rank: int, ranks: int, calls: list[Call]) -> list[Told]:
+    """Of each call, and this rank's tokens: the result and the gradients of query, key and value; what was booked, and
+    what was sent below it."""
+    found = []
+    for call in calls:
+        sharded = cut(call.kind, ranks, exact=call.exact)
+        rows = rows_of(rank, ranks, call.tokens)
+        assert torch.equal(sharded.context.positions(len(rows)), rows)
+        assert torch.equal(sharded.context.part(torch.arange(call.tokens).expand(2, -1)), rows.expand(2, -1))
+        tensors, grad = given(call, rank, ranks)
+        sharded.ledger.take()
+        counter: Any = DispatchCounter(ranks) if call.exact else nullcontext()
+        with counter:
+            mixed = sharded.model.attend(*tensors)
+            mixed.backward(grad)
+        sent = {name: count for name, count in counter.sent_bytes.items() if count} if call.exact else {}
+        found.append(([mixed.detach(), *(each.grad for each in tensors)], sharded.ledger.take(), sent))
+    return found
+
+
+def plain_attention(call: Call) -> list[Tensor]:
+    """The same of whole sequences, written out, in fp64."""
+    query, key, value, grad = drawn(call)
+    tensors = [each.requires_grad_() for each in (query, key, value)]
+    keys, values = (each.repeat_interleave(call.heads // call.kv_heads, dim=1) for each in (key, value))
+    scores = query @ keys.transpose(2, 3) / query.shape[-1] ** 0.5
+    later = torch.arange(call.tokens)[None, :] > torch.arange(call.tokens)[:, None]
+    mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ values
+    mixed.backward(grad)
+    return [mixed.detach(), *(each.grad for each in tensors)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_over_parts_is_that_over_whole_sequences_and_moves_what_formulas_say(pool: Pool, ranks: int) -> None:
+    """Forward and backward."""
+    calls = [call for call in CALLS if ranks == 2 or call.tokens == 48]
+    told = pool.run(attended, ranks, calls)
+    for index, call in enumerate(calls):
+        of_ranks = [each[index] for each in told]
+        check_numbers(call, ranks, of_ranks)
+        for _, booked, sent in of_ranks:
+            assert {(entry.phase, entry.axis) for entry in booked} == {("context", "cp")}
+            if call.exact:
+                assert {(entry.kind, traffic) for entry, traffic in booked.items()} == moved(call, ranks)
+                how = "all_to_all_single" if call.kind == "ring" else "send"
+                assert sent == {how: sum(traffic.sent_bytes for traffic in booked.values())}
+
+
+def check_numbers(call: Call, ranks: int, told: list[Told]) -> None:
     allowed = FP64 if call.dtype == torch.float64 else FP32
     for index, want in enumerate(plain_attention(call)):
         got = torch.full_like(want, torch.nan)
         for rank, (results, _, _) in enumerate(told):
-            got[:, :, rows_of(rank, call.ranks, call.tokens)] = results[index].double()
+            got[:, :, rows_of(rank, ranks, call.tokens)] = results[index].double()
         assert (got - want).abs().max() < allowed * want.abs().max(), ("result", "query", "key", "value")[index]
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.exact], ids=str)
-def test_attention_moves_what_the_formula_says(pool: Pool, call: Call) -> None:
-    """Of 2 sequences, heads of 6 dims: the ledger, the formula written out, and what torch itself sends."""
-    others, size, share = call.ranks - 1, call.dtype.itemsize, call.tokens // call.ranks
+def moved(call: Call, ranks: int) -> set[tuple[str, Traffic]]:
+    """Calls and bytes: of 2 sequences, heads of 6 dims, this rank's share of the tokens."""
+    others, size, share = ranks - 1, call.dtype.itemsize, call.tokens // ranks
     queries, keys = (2 * share * heads * 6 * size for heads in (call.heads, call.kv_heads))
-    want = {
+    return {
         "all_gather": {
             ("all_gather", Traffic(1, others * 2 * keys)),
             ("reduce_scatter", Traffic(1, others * 2 * keys)),
         },
-        "ulysses": {("all_to_all", Traffic(4, 2 * others * (queries + 2 * keys + queries) // call.ranks))},
+        "ulysses": {("all_to_all", Traffic(4, 2 * others * (queries + 2 * keys + queries) // ranks))},
         "ring": {("permute", Traffic(3 * others + 1, 2 * keys * (3 * others + 1)))},
     }[call.kind]
-    sizes = AttentionSizes(tokens=2 * share, heads=call.heads, kv_heads=call.kv_heads, head_dim=6, dtype=call.dtype)
-    formula = expected_context(call.kind, sizes, ranks=call.ranks, calls=1, recomputed=False)
-    for _, booked, sent in pool.run(attended, call.ranks, call):
-        assert booked == formula
-        assert {(entry.kind, traffic) for entry, traffic in booked.items()} == want
-        assert {(entry.phase, entry.axis) for entry in booked} == {("context", "cp")}
-        how = "all_to_all_single" if call.kind == "ring" else "send"
-        assert sent == {how: sum(traffic.sent_bytes for traffic in booked.values())}
 
 
-@pytest.mark.parametrize("kind", [*ATTENTIONS])
-def test_nothing_of_time_x_time_is_made(pool: Pool, kind: str) -> None:
+def peaks(rank: int, ranks: int, tokens: int) -> list[int]:
+    """Bytes above its inputs of each kind, forward and backward, the first call that makes the mask included."""
+    found = []
+    for kind in KINDS:
+        attend = cut(kind, ranks).model.attend
+        tensors, grad = given(Call(kind=kind, dtype=torch.float32, heads=2, kv_heads=2, tokens=tokens), rank, ranks)
+        found.append(allocated_peak_bytes(lambda: attend(*tensors).backward(grad), torch.device("cpu")))  # noqa: B023
+    return found
+
+
+def test_nothing_of_time_x_time_is_made(pool: Pool) -> None:
     """Less than a quarter of one head's scores; a mask of both chunks alone would be a quarter."""
-    call = Call(kind=kind, ranks=2, heads=2, kv_heads=2, tokens=4096)
-    assert max(pool.run(peak_of_attention, 2, call)) < 4096 * 4096 * 4 // 4
+    for of_kinds in pool.run(peaks, 2, 4096):
+        assert max(of_kinds) < 4096 * 4096 * 4 // 4
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_token_has_one_rank_and_all_ranks_as_much_work(ranks: int) -> None:
-    whole = torch.arange(2 * 24 * 3).view(2, 24, 3)
-    for rank in range(ranks):
-        rows, own = rows_of(rank, ranks, 24), Zigzag(rank, ranks)
-        assert torch.equal(own.positions(24 // ranks), rows)
-        assert torch.equal(own.part(whole), whole[:, rows])
-        assert int((rows + 1).sum()) * ranks == 24 * 25 // 2, "pairs of a query and a key that it sees"
-    assert torch.equal(joined(cut(whole, ranks)), whole)
-    assert torch.equal(cut(whole, ranks)[-1], whole[:, rows_of(ranks - 1, ranks, 24)])
-    assert sorted(CHUNKS[ranks]) == sorted(2 * [*range(ranks)])
-
-
-RUNS = [
-    *(Run(dp=2, stage=stage) for stage in range(4)),
-    *(Run(dp=2, stage=stage, microbatches=2, attention="ulysses") for stage in (1, 3)),
-    *(Run(cp=4, stage=stage, attention=kind) for stage, kind in ((3, "all_gather"), (2, "ulysses"), (3, "ring"))),
-    Run(stage=1, tp=2, attention="ring", microbatches=2, recompute="full"),
-    Run(dp=2, stage=2, attention="ring", recompute="selective"),
-    *(Run(stage=stage, microbatches=2, offload="host") for stage in (0, 3)),
-    Run(stage=3, tp=2),
-    Run(stage=2, tp=2, attention="ulysses", microbatches=2),
-    Run(stage=0, tp=2, microbatches=2),
-    Run(stage=1, tp=2, attention="ulysses", recompute="full"),
-    Run(dp=2, stage=2, replicate=2),
-    Run(cp=4, stage=1, replicate=2, attention="ulysses"),
-    Run(stage=3, recompute="full", loss_tiles=2, tile=3),
-    Run(stage=1, recompute="selective", attention="ulysses"),
-    Run(stage=2, recompute="selective"),
-]
-MORE = [
-    *(Run(dp=2, stage=stage, microbatches=2, attention="ulysses") for stage in (0, 2)),
-    *(Run(stage=stage, microbatches=2, offload="host") for stage in (1, 2)),
-]
-ALL = of_lengths(RUNS, lambda run: (run.dp, run.cp, run.tp, run.attention), MORE)
-SEEN: dict[Run, list[dict[str, Any]]] = {}
-
-
-def told_by(pool: Pool, run: Run) -> list[dict[str, Any]]:
-    if run not in SEEN:
-        SEEN[run] = pool.run(trained, run.ranks, run, timeout_s=300)
-    return SEEN[run]
-
-
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("run", ALL, ids=str)
-def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
-    told = told_by(pool, run)
-    want = oracle(run.dp, run.microbatches, run.steps)
-    for step, expected in enumerate(want.losses):
-        losses = [of_rank["losses"][step] for of_rank in told]
-        assert len({*losses}) == run.dp * run.cp, "ranks of cp see tokens of their own, those of tp the same"
-        assert sum(losses) / len(losses) == pytest.approx(expected, rel=FP32)
-        assert {of_rank["norms"][step] for of_rank in told} == {told[0]["norms"][step]}
-        assert told[0]["norms"][step] == pytest.approx(want.norms[step], rel=FP32)
-    params = told[0]["params"]
-    assert params.keys() == want.params.keys()
-    for name, value in want.params.items():
-        apart = (params[name] - value).norm() / value.norm()
-        assert apart < FP32, f"{name}: {apart:.1e}"
-
-
-def test_every_stage_has_the_same_bits(pool: Pool) -> None:
-    first, *others = (told_by(pool, Run(dp=2, stage=stage, steps=SHORT))[0]["params"] for stage in range(4))
-    for params in others:
-        assert [name for name, value in first.items() if not torch.equal(value, params[name])] == []
-
-
-@pytest.mark.parametrize("run", ALL, ids=str)
-@pytest.mark.product(keep=5)
-def test_a_step_moves_what_the_formula_says(pool: Pool, run: Run) -> None:
-    """Every layer and microbatch, and once more in backward where its forward is made again."""
-    calls, others = SHAPE.layers * run.microbatches, run.cp - 1
-    queries, keys = (SEQUENCES * TOKENS // run.cp * heads // run.tp * 4 * 4 for heads in (8, 4))
-    forwards = calls * (1 if run.recompute == "none" else 2)
-    moved = {
-        "all_gather": {
-            "all_gather": Traffic(forwards, forwards * others * 2 * keys),
-            "reduce_scatter": Traffic(calls, calls * others * 2 * keys),
-        },
-        "ulysses": {
-            "all_to_all": Traffic(2 * (forwards + calls), (forwards + calls) * others * 2 * (queries + keys) // run.cp)
-        },
-        "ring": {
-            "permute": Traffic(
-                (forwards + calls) * others + calls * run.cp, ((forwards + calls) * others + calls * run.cp) * 2 * keys
-            )
-        },
-    }[run.attention]
-    want = {Entry("context", kind, "cp", "float32"): traffic for kind, traffic in moved.items()}
-    assert [of_rank["moved"] for of_rank in told_by(pool, run)] == [want] * run.ranks
-
-
-LINES = [
-    "mesh.cp=2 zero.stage=3 precision=fp32 train.accumulate=2",
-    "mesh.cp=2 zero.stage=2 precision=bf16 mesh.cp_attention=ulysses model.kv_heads=2 block.activation_checkpoint=full",
-    "mesh.dp=1 mesh.cp=2 mesh.tp=2 zero.stage=1 precision=fp32 model.kv_heads=2",
-    "mesh.cp=2 zero.stage=2 precision=fp32 block.compile=true",
-    "mesh.cp=2 mesh.cp_attention=ring zero.stage=3 precision=bf16 model.kv_heads=1 train.accumulate=2",
-]
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("line", LINES)
-def test_train_py_trains_over_cut_sequences(pool: Pool, tmp_path: Path, line: str) -> None:
-    """The losses of a run with whole sequences, as many of them, and the traffic of theory."""
-    text = write_text(tmp_path / "text.txt")
-    settings = ["train.evaluate_every_steps=2", *line.split()]
-    alone = [each for each in settings if not each.startswith("mesh.")]
-    run = settled(text, *settings)
-    told = pool.run(train, workers_of(run), run, tmp_path / "cut", timeout_s=300)
-    (want,) = pool.run(train, 1, settled(text, *alone), tmp_path / "whole", timeout_s=300)
-    allowed = 2e-2 if "bf16" in line else FP32
-    assert all(each.agrees and "context" in each.phases for each in told)
-    for each in told:
-        assert each.losses == pytest.approx(want.losses, rel=allowed)
-        assert each.held_out == pytest.approx(want.held_out, rel=allowed)
-
-
-def test_a_run_goes_on_over_cut_sequences_and_back(pool: Pool, tmp_path: Path) -> None:
-    """Two steps with whole sequences, two with cut ones, two with whole ones: a step is the same 4 sequences."""
-    text = write_text(tmp_path / "text.txt")
-    saving = ["checkpoint.every=2", f"checkpoint.folder={tmp_path / 'saved'}"]
-    settings = ["precision=fp32", "train.global_sequences=4", "train.accumulate=null", "train.evaluate_batches=0"]
-    settings += ["schedule.kind=constant", "schedule.warmup_steps=0"]
-    want = pool.run(train, 2, settled(text, *settings, "train.steps=6"), tmp_path)[0].losses
-    losses = []
-    for steps, mesh in ((2, "mesh.cp=1"), (4, "mesh.cp=2"), (6, "mesh.dp=2")):
-        run = settled(text, *settings, *saving, f"train.steps={steps}", mesh, "launch.workers=2", "resume=auto")
-        losses += pool.run(train, 2, run, tmp_path, timeout_s=300)[0].losses
-    assert losses == pytest.approx(want, rel=FP32)
+HEADS = ("model.heads=6", "model.kv_heads=3")
 
 
 def refused(tmp_path: Path, *settings: str) -> str:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(RunError) as error:
         settled(tmp_path, *settings)
     return str(error.value)
 
@@ -245,63 +198,39 @@ def test_settings_that_do_not_fit_are_named_with_what_does(tmp_path: Path) -> No
     assert "mesh.cp_attention=ulysses has no effect with mesh.cp=1" in refused(tmp_path, "mesh.cp_attention=ulysses")
     told = refused(tmp_path, "mesh.cp_attention=flash", "mesh.cp=2")
     assert "mesh.cp_attention='flash': choose one of ['all_gather', 'ulysses', 'ring']" in told
-    told = refused(tmp_path, "mesh.cp=2", "mesh.cp_attention=ulysses")  # of 2 heads and 1 of keys
-    assert "mesh.cp=2, which does not divide heads=2 and kv_heads=1" in told
-    assert [*CP_ATTENTIONS] == [*ATTENTIONS]
+    told = refused(tmp_path, "mesh.cp=4", "mesh.cp_attention=ulysses", "model.hidden_size=48", *HEADS)
+    assert "mesh.cp=4, which does not divide heads=6 and kv_heads=3" in told
+    assert "[1, 3]" in told
 
 
-def test_ranks_that_the_degrees_do_not_make_get_the_factorings() -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("mesh.cp=2 x mesh.tp=2, but there are 6 ranks: (dp, cp, tp, pp)")
-    ) as e:
-        MeshConfig(cp=2, tp=2).data_ranks(6)
-    assert "(1, 2, 3, 1)" in str(e.value)
-    mesh = MeshConfig(dp=2, cp=2, tp=2)
-    assert (mesh.ranks, mesh.data_ranks(8), mesh.readers(4)) == (8, 4, 2)
-    with pytest.raises(ValueError, match=re.escape("launch.workers=8")):
-        mesh.data_ranks(4)
+def test_ranks_that_the_degrees_do_not_make_get_the_factorings(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt")
+    ended = typed("train.py", f"data.path={text}", "mesh.cp=2", "mesh.tp=2", "launch.workers=6", cwd=tmp_path)
+    typed_commands.refused(ended, "mesh.cp=2 x mesh.tp=2, but there are 6 ranks: (dp, cp, tp, pp)", "(1, 2, 3, 1)")
+    ended = typed("train.py", f"data.path={text}", "mesh.pp=4", "train.accumulate=3", cwd=tmp_path)
+    typed_commands.refused(ended, "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microb", "at least 4")
 
 
-def test_heads_that_ulysses_cannot_share_out_are_named() -> None:
-    with pytest.raises(ValueError, match=r"mesh.cp=4, which does not divide heads=6 and kv_heads=3 .* of \[1, 3\]"):
-        check_heads(6, 3, 4)
-    check_heads(8, 4, 4)
+@contextmanager
+def told(message: str) -> Iterator[None]:
+    """Raises as `pytest.raises` does, in a worker."""
+    with pytest.raises(ValueError, match="cp") as error:
+        yield
+    assert message in str(error.value)
 
 
-def test_sequences_that_do_not_divide_are_named() -> None:
-    with pytest.raises(ValueError, match=r"sequences of 10 tokens over cp=2 ranks: .*take 8 tokens"):
-        Zigzag(0, 2).part(torch.zeros(1, 10))
-
-
-def refusals(rank: int, ranks: int) -> list[str]:
-    """Of a library's user: a model without the methods, another attention, ranks that do not divide."""
+def refusals(rank: int, ranks: int) -> None:
+    """Of a library's user: a model without the methods, another attention, ranks and sequences that do not divide."""
     mesh = make_mesh("cpu")
-    group = context_group(mesh, 1)
-    told = []
-    for refused in (
-        lambda: ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="all_gather", exact=True),
-        lambda: ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="flash", exact=True),
-        lambda: context_group(mesh, 2),
-    ):
-        with pytest.raises(ValueError, match="cp") as error:
-            refused()
-        told.append(str(error.value))
-    return told
+    with told("mesh.cp=2: Linear has no module with attend()"):
+        shard(parallelize(nn.Linear(2, 2), mesh, ParallelConfig(cp=2)), stage=3)
+    with told("mesh.cp_attention='flash': choose one of ['all_gather', 'ulysses', 'ring']"):
+        cut("flash", ranks)
+    with told("cp=4 does not divide the 2 data-parallel ranks; allowed: [1, 2]"):
+        shard(parallelize(Attending(), mesh, ParallelConfig(cp=4)), stage=3)
+    with told("sequences of 10 tokens over cp=2 ranks: "):
+        cut("ring", ranks).context.part(torch.zeros(1, 10))
 
 
 def test_what_a_library_asks_in_vain_is_named(pool: Pool) -> None:
-    (told,) = pool.run(refusals, 1)
-    model, attention, ranks = told
-    assert "mesh.cp=1: Linear has no module with attend()" in model
-    assert "mesh.cp_attention='flash': choose one of ['all_gather', 'ulysses', 'ring']" in attention
-    assert "cp=2 does not divide the 1 data-parallel ranks; allowed: [1]" in ranks
-
-
-def test_positions_count_for_the_longest_sequence() -> None:
-    model = Llama(SHAPE)
-    tokens = torch.arange(8).view(1, 8)
-    shifted = model.features(tokens, torch.arange(8) + 5)
-    assert torch.equal(model.features(tokens), model.features(tokens, torch.arange(8)))
-    assert torch.allclose(shifted, model.features(tokens), atol=1e-5), "angles are relative"
-    apart: Tensor = model.features(tokens, 2 * torch.arange(8)) - model.features(tokens)
-    assert apart.abs().max() > 1e-4
+    pool.run(refusals, 2)

@@ -1,225 +1,261 @@
-"""Context parallelism of models of transformers: numbers of whole sequences, or a refusal in one line."""
+"""Sequences of models of transformers, cut: the numbers of whole sequences, or a refusal in one line."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from context_hf_cases import KINDS, SIZES, Case, model_of, sharded, split, whole
+import torch.distributed as dist
+import torch.nn.functional as F
 from pool import Pool
-from small_runs import CONF, ROOT
+from torch import Tensor, nn
 
-from dzero.overrides import composed
-from dzero.parallel.context.hf import transformers_model
-from dzero.trainer.trainer import Trainer
+import dzero
 
 transformers = pytest.importorskip("transformers")
 
 LOSS, GRADS = 1e-6, 3e-6
 """Relative, of gradients to the length of each: fp32 sums are cut elsewhere, and rounded a few times 2^-24."""
+TIME, SEQUENCES, VOCAB = 32, 2, 96
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 5}
+BOTH_LAYERS = {**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}
+NO_DROPOUT = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": WINDOW,
+    "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gemma2": {**BOTH_LAYERS, "attn_logit_softcapping": 0.5},
+    "gemma3_text": BOTH_LAYERS,
+    "gpt_oss": {**BOTH_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": TIME, **NO_DROPOUT},
+    "deepseek_v3": {**LATENT, "head_dim": 4, "num_key_value_heads": 8, "first_k_dense_replace": 2},
+}
 MIXES_DOCUMENTS = ("gpt_oss",)
 """Kinds whose own masks do not keep the documents of a sequence apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    kind: str
+    attention: str = "all_gather"
+    packed: bool = False
+
+
 EVERY = [
-    Case(kind=kind, attention=attention, ranks=ranks, packed=packed)
-    for kind, attention, ranks, packed in product(KINDS, ("all_gather", "ulysses"), (2, 4), (False, True))
+    Case(kind=kind, attention=attention, packed=packed)
+    for kind, attention, packed in product(KINDS, ("all_gather", "ulysses"), (False, True))
     if not (packed and kind in MIXES_DOCUMENTS)
 ]
-FIRST = [case for case in EVERY if case.ranks == 2 and case.packed == (case.attention == "all_gather")]
-RINGS = [Case(kind=kind, attention="ring", ranks=ranks) for kind, ranks in (("llama", 4), ("gpt2", 2))]
-MIXED = [Case(kind="gpt_oss", attention=attention) for attention in ("all_gather", "ulysses")]
-CASES = [
-    *FIRST,
-    *MIXED,
-    *RINGS,
-    *(pytest.param(case, marks=pytest.mark.full) for case in EVERY if case not in (*FIRST, *MIXED)),
+FIRST = [
+    Case(kind="mistral", packed=True),
+    Case(kind="gemma2", attention="ulysses"),
+    Case(kind="gpt_oss"),
+    Case(kind="gpt2", packed=True),
+    Case(kind="deepseek_v3", attention="ulysses"),
+    Case(kind="llama", attention="ring"),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_loss_and_gradients_are_those_of_whole_sequences(pool: Pool, case: Case) -> None:
-    loss, grads = whole(case.kind, case.packed)
-    for found, of_params in pool.run(split, case.ranks, case):
-        assert found == pytest.approx(loss, rel=LOSS)
-        assert of_params.keys() == grads.keys()
-        for name, want in grads.items():
-            assert (of_params[name] - want).norm() <= GRADS * want.norm() + 1e-9, name
+def model_of(kind: str, **changes: Any) -> Any:
+    """A small model in fp32 with seeded weights, large enough that attention is far from uniform."""
+    sizes = {} if kind == "gpt2" else SIZES
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, "vocab_size": VOCAB, **KINDS.get(kind, {}), **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for param in model.parameters():
+            param.data.add_(torch.randn_like(param), alpha=0.1)
+    return model
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_loop_of_ones_own_gives_parts_and_whole_positions(pool: Pool, stage: int) -> None:
-    case = Case(kind="mistral", packed=True)
-    want, _ = whole(case.kind, case.packed)
-    assert pool.run(sharded, 2, case, stage) == [pytest.approx(want, rel=LOSS)] * 2
+def drawn() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randint(VOCAB, (2, SEQUENCES, TIME), generator=generator))  # type: ignore[return-value]
 
 
-def told(rank: int, ranks: int, case: Case) -> str:
-    """The error of a split forward."""
-    try:
-        split(rank, ranks, case)
-    except ValueError as error:
-        return str(error)
-    return ""
+def positions_of(packed: bool) -> Tensor | None:
+    """Documents of 7, 14 and 11 tokens, and of 20 and 12."""
+    if not packed:
+        return None
+    lengths = ((7, 14, 11), (20, 12))
+    return torch.stack([torch.cat([torch.arange(each) for each in of_row]) for of_row in lengths])
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(kind="mistral", attention="ring"), "ring: MistralForCausalLM has sliding_window=5"),
-        (Case(kind="llama", attention="ring", packed=True), "ring: it takes no masks"),
-        (Case(kind="llama", attention="ulysses", ranks=8), "mesh.cp=8, which does not divide heads=8 and kv_heads=4"),
-    ],
-    ids=str,
-)
-def test_what_an_attention_cannot_do_is_refused(pool: Pool, case: Case, message: str) -> None:
-    for error in pool.run(told, case.ranks, case):
-        assert message in error
-        assert "all_gather" in error
-        assert "\n" not in error
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+    logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def test_a_model_of_torch_is_none_of_transformers() -> None:
-    assert transformers_model(torch.nn.Linear(1, 1)) is None
-    model = model_of("llama")
-    assert transformers_model(torch.nn.Sequential(model)) is model
+@cache
+def whole(kind: str, packed: bool) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of whole sequences, by the model's own attention."""
+    model = model_of(kind)
+    loss = loss_of(model, *drawn(), positions_of(packed))
+    loss.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return float(loss.detach()), grads
 
 
-CHATS = ROOT / "examples" / "finetune" / "chats.jsonl"
-OTHERS: dict[str, dict[str, Any]] = {
-    "llama": {**SIZES, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-    "nemotron": SIZES,
-    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
-    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"]},
-    "qwen3_next": {**SIZES, "layer_types": ["linear_attention", "full_attention"]},
-    "llama4_text": {**SIZES, "intermediate_size_mlp": 48, "num_local_experts": 2},
-}
+def context_of(model: nn.Module, attention: str = "all_gather") -> Any:
+    """What cuts the sequences of a model, which is changed in place, over all ranks."""
+    ranks = dist.get_world_size()
+    mesh = dzero.make_mesh("cpu", replicate=ranks)
+    ledger = dzero.shard(nn.Linear(1, 1), stage=0, mesh=mesh).ledger  # another model's, which counts here too
+    config = dzero.ParallelConfig(cp=ranks, cp_attention=attention)
+    return dzero.parallelize(model, mesh, config).cut_sequences(ledger, exact=True)
 
 
-def written(kind: str, folder: Path, **more: Any) -> Path:
-    """Configuration of a small model that reads bytes and some more ids."""
-    sizes = KINDS.get(kind, {}) if kind == "gpt2" else {**SIZES, **KINDS.get(kind, {}), **more}
-    transformers.AutoConfig.for_model(kind, **{**sizes, "vocab_size": 320}).save_pretrained(folder)
-    return folder
+def split(rank: int, ranks: int, cases: list[Case]) -> list[tuple[float, dict[str, Tensor]]]:
+    """The same of sequences that the ranks share: sums over the ranks."""
+    found = []
+    for case in cases:
+        model = model_of(case.kind)
+        context = context_of(model, case.attention)
+        tokens, targets = (context.part(each) for each in drawn())
+        loss = loss_of(model, tokens, targets, positions_of(case.packed))
+        loss.backward()
+        total, grads = loss.detach().clone(), {}
+        dist.all_reduce(total)
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                grads[name] = copy.copy(param.grad)
+                dist.all_reduce(grads[name])
+        found.append((float(total), grads))
+    return found
 
 
-def words(folder: Path, text: Path, *settings: str) -> list[str]:
-    return [
-        "model=hf",
-        f"model.name_or_path={folder}",
-        f"data.path={text}",
-        "precision=fp32",
-        "data.held_out=0",
-        "train.sequence_tokens=32",
-        "train.global_sequences=4",
-        "train.accumulate=null",
-        "train.steps=2",
-        "schedule.kind=constant",
-        "schedule.warmup_fraction=0",
-        "monitor.tensorboard=false",
-        *settings,
-    ]
+def check(pool: Pool, ranks: int, cases: list[Case]) -> None:
+    for of_rank in pool.run(split, ranks, cases, timeout_s=300):
+        for case, (found, of_params) in zip(cases, of_rank, strict=True):
+            loss, grads = whole(case.kind, case.packed)
+            assert found == pytest.approx(loss, rel=LOSS), case
+            assert of_params.keys() == grads.keys()
+            for name, want in grads.items():
+                assert (of_params[name] - want).norm() <= GRADS * want.norm() + 1e-9, (case, name)
 
 
-def trained(rank: int, ranks: int, settings: list[str], folder: Path) -> tuple[str, list[float], dict[str, Any]]:
-    """Error, losses and parameters of a run."""
-    try:
-        trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
-    except ValueError as error:
-        return str(error), [], {}
-    trainer.run()
-    from parity_cells import whole as gathered
-
-    params = {name: gathered(param).clone() for name, param in trainer.sharded.named_params().items()}
-    return "", trainer.recorder.losses, params
+def test_loss_and_gradients_are_those_of_whole_sequences(pool: Pool) -> None:
+    check(pool, 2, FIRST)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    from small_runs import write_text
-
-    return write_text(tmp_path / "text.txt")
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("qwen3", "mesh.cp=2"),
-        ("gemma2", "mesh.cp=2 mesh.cp_attention=ulysses block.activation_checkpoint=full"),
-        pytest.param("mistral", "mesh.cp=2 block.activation_checkpoint=selective", marks=pytest.mark.full),
-        pytest.param("llama", "mesh.cp=2 mesh.tp=2", marks=pytest.mark.full),
-        pytest.param("llama", "mesh.cp=2 mesh.tp=2 block.loss_tiles=3", marks=pytest.mark.full),
-        pytest.param("qwen2", "mesh.cp=2 block.compile=true", marks=pytest.mark.full),
-    ],
-)
-def test_a_run_trains_as_with_whole_sequences_at_every_stage(
-    pool: Pool, tmp_path: Path, text: Path, kind: str, settings: str
-) -> None:
-    folder, split_runs = written(kind, tmp_path / "model"), []
-    ranks = 4 if "tp" in settings else 2
-    ((_, losses, params),) = pool.run(trained, 1, words(folder, text, "zero.stage=0"), tmp_path / "one")
-    for stage in (0, 3):
-        run = words(folder, text, f"zero.stage={stage}", *settings.split())
-        split_runs.append(pool.run(trained, ranks, run, tmp_path / f"stage{stage}", timeout_s=300))
-    for error, found, _ in (each for of_run in split_runs for each in of_run):
-        assert error == ""
-        assert found == pytest.approx(losses, rel=1e-5)
-    first, second = (of_run[0][2] for of_run in split_runs)
-    for name, want in params.items():
-        assert torch.equal(first[name], second[name]), name
-        assert (first[name] - want).norm() <= 1e-3 * want.norm(), name
+@pytest.mark.full("tests/parallel/test_context_hf.py::test_loss_and_gradients_are_those_of_whole_sequences")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_whole_sequences_for_every_attention(pool: Pool, kind: str, ranks: int) -> None:
+    rings = [Case(kind=kind, attention="ring")] if kind in ("llama", "gpt2") else []
+    check(pool, ranks, [*rings, *(case for case in EVERY if case.kind == kind)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("bloom", "does not leave its attention to kernels without masks"),
-        ("mamba", "does not leave its attention to kernels without masks"),
-        ("lfm2", "has layers of kind conv"),
-        ("llama", "has rotary positions of type dynamic"),
-        pytest.param("nemotron", "NemotronAttention does not hand the keywords", marks=pytest.mark.full),
-        pytest.param("qwen3_next", "does not leave its attention", marks=pytest.mark.full),
-        pytest.param("llama4_text", "does not leave its attention", marks=pytest.mark.full),
-    ],
-)
-def test_models_with_more_than_attention_are_refused(
-    pool: Pool, tmp_path: Path, text: Path, kind: str, message: str
-) -> None:
-    run = words(written(kind, tmp_path / "model", **OTHERS[kind]), text, "mesh.cp=2")
-    for error, _, _ in pool.run(trained, 2, run, tmp_path / "run"):
-        assert message in error
-        assert "\n" not in error
-        assert error.endswith("take mesh.cp=1")
+def sharded(rank: int, ranks: int, stages: list[int]) -> list[float]:
+    """Loss of packed sequences, summed over the ranks, by the model itself in a loop of one's own."""
+    found = []
+    for stage in stages:
+        mesh = dzero.make_mesh("cpu", replicate=ranks if stage == 0 else 1)
+        cut = dzero.parallelize(model_of("mistral"), mesh, dzero.ParallelConfig(cp=ranks))
+        made = dzero.shard(cut, stage=stage, precision="fp32")
+        assert made.context is not None
+        tokens, targets = (made.context.part(each) for each in drawn())
+        with made.microbatch(is_last=True):
+            loss = loss_of(made.model, tokens, targets, positions_of(packed=True))
+            loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(float(total))
+    return found
 
 
-def shifted(rank: int, ranks: int, settings: list[str], folder: Path, what: str) -> str:
-    """The error of a run whose model sees the token before each: in its feed-forward, or in its positions."""
+def test_a_loop_of_ones_own_gives_parts_and_whole_positions(pool: Pool) -> None:
+    want, _ = whole("mistral", packed=True)
+    assert pool.run(sharded, 2, [0, 3]) == [pytest.approx([want, want], rel=LOSS)] * 2
+
+
+ROTARY = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, "does not leave its attention to kernels without masks"),
+    ("mamba", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, "does not leave its attention to kernels"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of kind conv"),
+    ("llama", ROTARY, "has rotary positions of type dynamic"),
+    ("nemotron", {}, "NemotronAttention does not hand the keywords"),
+    ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "does not leave its attention"),
+    ("llama4_text", {"intermediate_size_mlp": 48, "num_local_experts": 2}, "does not leave its attention"),
+]
+
+
+def refusals(rank: int, ranks: int) -> list[str]:
+    found = []
+
+    def asked(attempt: Callable[[], object]) -> None:
+        with pytest.raises(ValueError, match="cp") as told:
+            attempt()
+        found.append(str(told.value))
+
+    for kind, sizes, _ in REFUSED:
+        asked(lambda kind=kind, sizes=sizes: context_of(model_of(kind, **sizes)))  # type: ignore[misc]
+    for what in ("feed-forward", "positions"):
+        with shifted(what):
+            asked(lambda: context_of(model_of("llama")))
+    asked(lambda: context_of(model_of("mistral"), "ring"))
+    asked(lambda: split(rank, ranks, [Case(kind="llama", attention="ring", packed=True)]))
+
+    def of_one_head_of_keys() -> None:
+        model = model_of("llama", num_key_value_heads=1)
+        tokens = context_of(model, "ulysses").part(drawn()[0])
+        model(input_ids=tokens, use_cache=False)
+
+    asked(of_one_head_of_keys)
+    return found
+
+
+@contextmanager
+def shifted(what: str) -> Iterator[None]:
+    """A llama that sees the token before each: in its feed-forward, or in its positions."""
     from transformers.models.llama import modeling_llama
 
     cls = {"feed-forward": modeling_llama.LlamaMLP, "positions": modeling_llama.LlamaRotaryEmbedding}[what]
     forward: Any = cls.forward
 
-    def of_tokens(self: Any, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = forward(self, x) + 0.1 * x.roll(1, dims=1)
+    def of_tokens(self: Any, x: Tensor) -> Tensor:
+        mixed: Tensor = forward(self, x) + 0.1 * x.roll(1, dims=1)
         return mixed
 
-    def of_input(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    def of_input(self: Any, x: Tensor, position_ids: Tensor) -> Any:
         return forward(self, x, torch.arange(x.shape[1]).expand_as(position_ids))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "forward", {"feed-forward": of_tokens, "positions": of_input}[what])
-        error, _, _ = trained(rank, ranks, settings, folder)
-    return error
+        yield
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("what", ["feed-forward", "positions"])
-def test_a_model_that_computes_something_else_from_cut_sequences_is_refused(
-    pool: Pool, tmp_path: Path, text: Path, what: str, precision: str
-) -> None:
-    run = words(written("llama", tmp_path / "model"), text, "mesh.cp=2", f"precision={precision}")
-    for error in pool.run(shifted, 2, run, tmp_path / "run", what):
-        assert error.startswith("mesh.cp=2: LlamaForCausalLM computes something else from cut sequences (")
-        assert error.endswith("take mesh.cp=1")
+def test_what_attention_over_cut_sequences_cannot_do_is_refused(pool: Pool) -> None:
+    """Models with more than attention, those that compute something else from cut sequences, and what one way lacks."""
+    wanted = [message for *_, message in REFUSED]
+    wanted += ["LlamaForCausalLM computes something else from cut sequences ("] * 2
+    wanted += ["ring: MistralForCausalLM has sliding_window=5", "ring: it takes no masks"]
+    wanted += ["mesh.cp=2, which does not divide heads=8 and kv_heads=1"]
+    for told in pool.run(refusals, 2):
+        for message, error in zip(wanted, told, strict=True):
+            assert message in error
+            assert "\n" not in error
+            assert error.endswith("take mesh.cp=1") or "all_gather" in error

@@ -7,29 +7,21 @@ in bf16 each tile's output is rounded to 2^-9 before the sum, and each tile's gr
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from itertools import product
 from typing import Any
 
+import decoders
 import pytest
 import torch
 import torch.nn.functional as F
 from allocated_peak import allocated_peak_bytes
-from tiled_models import LAYERS, assert_close, batch, grads_of, llama, on_meta, reference_loss
+from operator_calls import Calls
+from pool import Pool
+from tiled_models import LAYERS, SIZES, assert_close, batch, grads_of, llama, reference_loss
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero import tile, tile_loss
-from dzero.models.config import LlamaShape
-from dzero.models.hf import HFDecoder
-from dzero.models.llama import SwiGLU
-from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.config import BlockConfig
-from dzero.parallel.tensor.plans import plan_for
-from dzero.parallel.tiling.loss import returns_logits_of
-from dzero.parallel.tiling.tile import fill_tiles, tiles_of
-from dzero.zero.units import find_units
+from dzero import shard, tile, tile_loss
 
 FP32 = {"rtol": 1e-5, "atol": 1e-6}
 BF16 = {"rtol": 2e-2, "atol": 1e-2}
@@ -56,15 +48,24 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 2
 
 
+def swiglu(width: int = 8, hidden: int = 23) -> nn.Module:
+    """The MLP of a llama of dzero."""
+    model = decoders.with_values(3, hidden_size=width, layers=1, heads=1, kv_heads=1, ffn_size=hidden)
+    return model.get_submodule("layers.0.ffn")
+
+
+def tiles_of(module: nn.Module) -> list[nn.Module]:
+    return [*module.tiles.children()] if hasattr(module, "tiles") else []
+
+
 def modules() -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    swiglu = SwiGLU(LlamaShape(vocab_size=3, hidden_size=8, layers=1, heads=1, kv_heads=1, ffn_size=23))
-    return {"linear": nn.Linear(8, 23), "no bias": nn.Linear(8, 23, bias=False), "gated": Gated(), "swiglu": swiglu}
+    linear, no_bias = nn.Linear(8, 23), nn.Linear(8, 23, bias=False)
+    return {"linear": linear, "no bias": no_bias, "gated": Gated(), "swiglu": swiglu()}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize(("n", "recompute"), [(1, False), (2, True), (7, False), (7, True)])
 @pytest.mark.parametrize("kind", [*modules()])
-@pytest.mark.parametrize("recompute", [False, True])
 def test_tiles_compute_what_the_whole_does(kind: str, n: int, recompute: bool) -> None:
     whole, tiled = modules()[kind], tile(modules()[kind], n, recompute=recompute)
     assert len(tiles_of(tiled)) == (n if n > 1 else 0)
@@ -78,8 +79,7 @@ def test_tiles_compute_what_the_whole_does(kind: str, n: int, recompute: bool) -
     assert_close(seen[1], seen[0], **FP32)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 23])
-@pytest.mark.parametrize("padding", [None, 0, 11, 22])
+@pytest.mark.parametrize(("n", "padding"), [(1, 0), (2, None), (7, 11), (23, 22)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedding_in_tiles_has_the_bits_of_the_whole_one(n: int, padding: int | None, dtype: torch.dtype) -> None:
     """Every row is in one tile, and its gradient is the sum over the same tokens in the same order."""
@@ -97,10 +97,9 @@ def test_an_embedding_in_tiles_has_the_bits_of_the_whole_one(n: int, padding: in
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, FP32), (torch.bfloat16, BF16)])
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("n", [2, 7])
+@pytest.mark.parametrize(("n", "mode"), [(2, "none"), (7, "full")])
 def test_a_model_in_tiles_has_its_gradients(n: int, mode: str, dtype: torch.dtype, close: dict[str, float]) -> None:
-    plain, tiled = llama().to(dtype), llama(BlockConfig(tiles=n, activation_checkpoint=mode)).to(dtype)
+    plain, tiled = llama().to(dtype), llama(tiles=n, activation_checkpoint=mode).to(dtype)
     losses = [reference_loss(model, *batch()) for model in (plain, tiled)]
     torch.testing.assert_close(losses[1], losses[0], **close)
     for loss in losses:
@@ -122,25 +121,12 @@ def test_partial_sums_of_16_bits_are_added_in_fp32() -> None:
     assert mlp(x)[0, 0].item() == sum(parts).bfloat16().item() > 1  # type: ignore[union-attr]
 
 
-class Silus(TorchDispatchMode):
-    """How often a tile was computed."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_the_error_of_a_bf16_input_gradient_does_not_grow_with_the_tiles(kind: str, recompute: bool) -> None:
     """Against fp64: a sum in bf16 of 128 tiles would be off five times as much as the whole module's product."""
     torch.manual_seed(0)
-    shape = LlamaShape(vocab_size=3, hidden_size=32, layers=1, heads=1, kv_heads=1, ffn_size=512)
-    whole = (nn.Linear(32, 512) if kind == "linear" else SwiGLU(shape)).bfloat16()
+    whole = (nn.Linear(32, 512) if kind == "linear" else swiglu(32, 512)).bfloat16()
     x, weight = torch.randn(64, 32).bfloat16(), torch.randn(512 if kind == "linear" else 32).bfloat16()
 
     def of_input(module: nn.Module, x: Tensor) -> Tensor:
@@ -151,25 +137,19 @@ def test_the_error_of_a_bf16_input_gradient_does_not_grow_with_the_tiles(kind: s
 
     exact = of_input(copy.deepcopy(whole).double(), x.double())
     errors = []
-    for n in (1, 2, 8, 32, 128):
+    for n in (1, 8, 128):
         grad = of_input(tile(copy.deepcopy(whole), n, recompute=recompute), x)
         errors.append(float((grad - exact).norm() / exact.norm()))
     assert max(errors) < 2 * errors[0], errors
 
 
-def test_a_checkpointed_block_computes_each_of_its_tiles_once_more() -> None:
-    model = llama(BlockConfig(tiles=3, activation_checkpoint="full"))
+def test_a_checkpointed_block_computes_each_of_its_tiles_once_more_at_each_backward() -> None:
+    model = copy.deepcopy(llama(tiles=3, activation_checkpoint="full"))
     loss = reference_loss(model, *batch())
-    with Silus() as counted:
-        loss.backward()  # type: ignore[no-untyped-call]
+    with Calls() as counted:
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     assert counted.calls["silu"] == LAYERS * 3
     assert counted.calls["silu_backward"] == LAYERS * 3
-
-
-def test_recomputed_tiles_can_go_backward_twice_and_be_copied() -> None:
-    model = copy.deepcopy(llama(BlockConfig(tiles=3, activation_checkpoint="full")))
-    loss = reference_loss(model, *batch())
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     once = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
     loss.backward()  # type: ignore[no-untyped-call]
     for name, param in model.named_parameters():
@@ -190,7 +170,7 @@ def test_recomputed_tiles_keep_their_hidden_features_one_tile_at_a_time() -> Non
 
 
 def test_names_shapes_and_order_of_a_state_dict_stay_and_values_load_both_ways() -> None:
-    plain, tiled, other = llama(), llama(BlockConfig(tiles=3, loss_tiles=5, embedding_tiles=2)), llama(seed=1)
+    plain, tiled, other = llama(), llama(tiles=3, loss_tiles=5, embedding_tiles=2), llama(seed=1)
     assert [*tiled.state_dict()] == [*plain.state_dict()]
     assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
     tiled.load_state_dict(other.state_dict())
@@ -198,41 +178,18 @@ def test_names_shapes_and_order_of_a_state_dict_stay_and_values_load_both_ways()
     assert_close(plain.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "module", [nn.Linear(5, 9), Gated(), nn.Embedding(9, 5, padding_idx=6)], ids=["linear", "gated", "embedding"]
-)
-def test_values_of_a_model_on_meta_are_those_of_the_untiled_model(module: nn.Module) -> None:
-    """Also where their deviation depends on the width that a tile has less of (nn.Linear)."""
-
-    def fill(part: nn.Module) -> None:
-        for each in part.modules():
-            layer = isinstance(each, (nn.Linear, nn.Embedding))
-            if layer and any(param.is_meta for param in each.parameters(recurse=False)):
-                torch.manual_seed(5)
-                each.to_empty(device="cpu", recurse=False)
-                each.reset_parameters()  # type: ignore[operator]
-
-    plain, tiled = copy.deepcopy(module).to("meta"), tile(copy.deepcopy(module).to("meta"), 4)
-    fill(plain)
-    fill_tiles(tiled, fill)(tiled)
-    assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
-
-
-def test_values_drawn_tile_by_tile_are_those_of_the_untiled_model() -> None:
-    plain = llama()
-    tiled, fill = on_meta()
-    apply_blocks(tiled, BlockConfig(tiles=3, loss_tiles=4, embedding_tiles=5), "cpu")
-    fill_each = fill_tiles(tiled, fill)
-    for _, (unit,) in find_units(tiled):
-        fill_each(unit)
-    fill_each(tiled)
-    assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
-
-
-def test_every_tile_is_a_unit_before_the_block_around_it() -> None:
-    names = [name for name, _ in find_units(llama(BlockConfig(tiles=2, loss_tiles=2)))]
-    tiles = [f"layers.{layer}.ffn.tiles.{index}" for layer in range(LAYERS) for index in range(2)]
-    assert names == [*tiles, "head.tiles.0", "head.tiles.1", "layers.0", "layers.1"]
+def test_what_does_not_fit_is_refused_by_its_untiled_name() -> None:
+    model, plain = llama(tiles=2), llama()
+    kept = model.state_dict()
+    states = {**plain.state_dict(), "layers.0.ffn.up.weight": torch.zeros(22, 16)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers.0.ffn.up.weight: \(22, 16\) .* \(23, 16\)"):
+        model.load_state_dict(states)
+    del states["layers.0.ffn.up.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "layers.0.ffn.up.weight"\. $'):
+        model.load_state_dict(states)
+    missing, unexpected = model.load_state_dict(states, strict=False)
+    assert (missing, unexpected) == (["layers.0.ffn.up.weight"], [])
+    assert_close(model.state_dict(), kept, rtol=0, atol=0)
 
 
 def test_mlps_of_transformers_are_tiled() -> None:
@@ -241,35 +198,26 @@ def test_mlps_of_transformers_are_tiled() -> None:
         hidden_size=16, intermediate_size=23, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
     )
     plain = transformers.LlamaForCausalLM(config)
-    tiled = copy.deepcopy(plain)
-    apply_blocks(tiled, BlockConfig(tiles=3), "cpu")
+    tiled = decoders.in_blocks(copy.deepcopy(plain), tiles=3)
     ids = torch.arange(9).view(1, 9)
     torch.testing.assert_close(tiled(ids).logits, plain(ids).logits, **FP32)
     assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match="have no MLP"):
-        apply_blocks(tiled, BlockConfig(tiles=2), "cpu")
-    apply_blocks(tiled, BlockConfig(loss_tiles=2), "cpu")
+        decoders.in_blocks(tiled, tiles=2)
+    decoders.in_blocks(tiled, loss_tiles=2)
     torch.testing.assert_close(tiled(ids, ids), reference_loss(lambda tokens: plain(tokens).logits, ids, ids))
-    config.logits_scaling = 8.0
-    granite = transformers.GraniteForCausalLM(transformers.GraniteConfig(**config.to_dict()))
-    for model in (granite, HFDecoder(granite)):
-        with pytest.raises(ValueError, match=r"loss_tiles=2: GraniteForCausalLM changes the logits of its head"):
-            apply_blocks(model, BlockConfig(loss_tiles=2), "cpu")
-    with pytest.raises(ValueError, match=r"tp=2: no plan is known for GraniteForCausalLM, .*; take tp=1, or"):
-        plan_for(HFDecoder(granite), 2, "tp")
 
 
 @pytest.mark.parametrize(("kind", "passes_on"), [("mixtral", True), ("granitemoe", False), ("mamba", True)])
 def test_whether_a_model_passes_on_the_logits_of_its_head_is_found_without_its_values(
     kind: str, passes_on: bool
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 9}
-    heads = {} if kind == "mamba" else {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
-    with torch.device("meta"):
-        config = transformers.AutoConfig.for_model(kind, **sizes, **heads)
-        model = HFDecoder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    assert returns_logits_of(model, model.get_output_embeddings()) is passes_on
+    model = decoders.of_transformers(kind, num_local_experts=2, num_hidden_layers=1)
+    if passes_on:
+        tile_loss(model, 2)
+        return
+    with pytest.raises(ValueError, match=r"loss_tiles=2: GraniteMoeForCausalLM changes the logits of its head"):
+        tile_loss(model, 2)
 
 
 class Stubborn(nn.Module):
@@ -291,14 +239,11 @@ class Stubborn(nn.Module):
 
 
 def test_a_models_own_error_is_raised_and_not_taken_for_one_that_cannot_be_tiled() -> None:
-    model = Stubborn("gone")
     with pytest.raises(KeyError, match="gone"):
-        returns_logits_of(model, model.head)
-    with pytest.raises(KeyError, match="gone"):
-        tile_loss(model, 1)
+        tile_loss(Stubborn("gone"), 1)
     for problem in ("value", "in fp32"):  # what fake tensors lack, and an error in one of two dtypes
-        model = Stubborn(problem)
-        assert not returns_logits_of(model, model.head)
+        with pytest.raises(ValueError, match=r"Stubborn changes the logits .* or cannot be tried"):
+            tile_loss(Stubborn(problem), 1)
 
 
 @pytest.mark.parametrize(
@@ -314,23 +259,20 @@ def test_a_models_own_error_is_raised_and_not_taken_for_one_that_cannot_be_tiled
         (lambda: tile(nn.Embedding(3, 2, sparse=True), 2), r"Embedding cannot be tiled: sparse gradients"),
         (lambda: tile(nn.Embedding(3, 2, scale_grad_by_freq=True), 2), r"cannot be tiled: scale_grad_by_freq counts"),
         (lambda: tile(Scaled(3, 2), 2), r"Scaled has a forward of its own"),
-        (lambda: BlockConfig(embedding_tiles=0), r"block.embedding_tiles=0: must be a whole number ≥ 1"),
         (lambda: tile(tile(nn.Linear(2, 3), 2), 2), r"Linear is in 2 tiles already"),
-        (lambda: BlockConfig(tiles=0), r"block.tiles=0: must be a whole number ≥ 1"),
-        (lambda: BlockConfig(loss_tiles=-1), r"block.loss_tiles=-1"),
-        (lambda: BlockConfig(tiles=2, compile=True), r"block.compile=true with block.tiles=2"),
-        (lambda: BlockConfig(tiles=2, activation_checkpoint="selective"), r"selective with block.tiles=2.*take .*full"),
+        (lambda: llama(embedding_tiles=0), r"block.embedding_tiles=0: must be a whole number ≥ 1"),
+        (lambda: llama(tiles=0), r"block.tiles=0: must be a whole number ≥ 1"),
+        (lambda: llama(loss_tiles=-1), r"block.loss_tiles=-1"),
+        (lambda: llama(tiles=2, compile=True), r"block.compile=true with block.tiles=2"),
+        (lambda: llama(tiles=2, activation_checkpoint="selective"), r"selective with block.tiles=2.*take .*full"),
+        (lambda: decoders.in_blocks(nn.Sequential(nn.Linear(2, 2)), tiles=2), r"block.tiles=2: .* no MLP"),
         (
-            lambda: apply_blocks(nn.Sequential(nn.Linear(2, 2)), BlockConfig(tiles=2), "cpu"),
-            r"block.tiles=2: .* no MLP",
-        ),
-        (
-            lambda: apply_blocks(nn.Sequential(nn.Linear(2, 2)), BlockConfig(embedding_tiles=2), "cpu"),
+            lambda: decoders.in_blocks(nn.Sequential(nn.Linear(2, 2)), embedding_tiles=2),
             r"block.embedding_tiles=2: Sequential has no nn.Embedding",
         ),
-        (lambda: llama(BlockConfig(tiles=24)), r"tiles=24: SwiGLU has 23"),
-        (lambda: llama(BlockConfig(embedding_tiles=38)), r"tiles=38: Embedding has 37"),
-        (lambda: llama(BlockConfig(loss_tiles=38)), r"tiles=38: Linear has 37"),
+        (lambda: llama(tiles=24), r"tiles=24: SwiGLU has 23"),
+        (lambda: llama(embedding_tiles=38), r"tiles=38: Embedding has 37"),
+        (lambda: llama(loss_tiles=38), r"tiles=38: Linear has 37"),
     ],
 )
 def test_what_cannot_be_tiled_is_told(action: Any, message: str) -> None:
@@ -338,28 +280,18 @@ def test_what_cannot_be_tiled_is_told(action: Any, message: str) -> None:
         action()
 
 
-def test_a_tied_parameter_that_was_tiled_is_refused_before_it_trains_apart() -> None:
-    model = llama(tied=True)
-    tile(model.get_submodule("head"), 2)
-    with pytest.raises(ValueError, match="head was tiled, but the model uses its parameter elsewhere"):
-        find_units(model)
+def tied_apart(rank: int, ranks: int) -> None:
+    """A tied parameter of which one place, or each, was tiled."""
     both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     both[1].weight = both[0].weight
     for module in both:
         tile(module, 2)
-    with pytest.raises(ValueError, match="1 was tiled, but the model uses its parameter elsewhere"):
-        find_units(both)
+    head = decoders.with_values(**SIZES, tied=True)
+    tile(head.get_submodule("head"), 2)
+    for model, name in ((both, "1"), (head, "head")):
+        with pytest.raises(ValueError, match=f"{name} was tiled, but the model uses its parameter elsewhere"):
+            shard(model, stage=3)
 
 
-def test_what_does_not_fit_is_refused_by_its_untiled_name() -> None:
-    model, plain = llama(BlockConfig(tiles=2)), llama()
-    kept = model.state_dict()
-    states = {**plain.state_dict(), "layers.0.ffn.up.weight": torch.zeros(22, 16)}
-    with pytest.raises(RuntimeError, match=r"size mismatch for layers.0.ffn.up.weight: \(22, 16\) .* \(23, 16\)"):
-        model.load_state_dict(states)
-    del states["layers.0.ffn.up.weight"]
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "layers.0.ffn.up.weight"\. $'):
-        model.load_state_dict(states)
-    missing, unexpected = model.load_state_dict(states, strict=False)
-    assert (missing, unexpected) == (["layers.0.ffn.up.weight"], [])
-    assert_close(model.state_dict(), kept, rtol=0, atol=0)
+def test_a_tied_parameter_that_was_tiled_is_refused_before_it_trains_apart(pool: Pool) -> None:
+    pool.run(tied_apart, 1)

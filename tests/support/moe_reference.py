@@ -1,42 +1,28 @@
-"""A mixture of experts written token by token, and the sizes of the one that tests train."""
+"""A mixture of experts written token by token."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dzero.models.config import MoEShape
-from dzero.models.moe import Mixture
-
-SHAPE = MoEShape(
-    vocab_size=64,
-    hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    ffn_size=24,
-    experts=4,
-    top_k=2,
-    shared_experts=1,
-    scores="sigmoid",
-    balance_rate=0.01,
-)
-
 
 class TokenByToken(nn.Module):
-    """The mixture as its formulas say, one token and one expert after the other, in fp64; it takes over a `Mixture`'s
-    weights.
+    """The mixture as its formulas say, one token and one expert after the other, in fp64; it takes over the weights of
+    `mixture`, a module of the sizes `shape`.
 
     chosen: how often each expert was, since the bias last moved.
     """
 
-    def __init__(self, mixture: Mixture, shape: MoEShape) -> None:
+    def __init__(self, mixture: Any, shape: Any) -> None:
         super().__init__()
         self.shape = shape
         self.router, self.experts, self.shared = mixture.router, mixture.experts, mixture.shared
         self.chosen = torch.zeros(shape.experts)
-        self.bias = torch.zeros(shape.experts)
+        self.bias = torch.zeros(shape.experts) if mixture.router.bias is None else mixture.router.bias.clone()
         self.loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,3 +50,18 @@ class TokenByToken(nn.Module):
         gate, up = (each[e * ffn : (e + 1) * ffn].double() @ token for each in (weights.gate, weights.up))
         out: Tensor = weights.down[e * hidden : (e + 1) * hidden].double() @ (gate / (1 + (-gate).exp()) * up)
         return out
+
+
+def token_by_token(model: Any) -> list[TokenByToken]:
+    """Put the mixture of every layer into these words, in place."""
+    for layer in model.layers:
+        layer.ffn = TokenByToken(layer.ffn, model.shape)
+    return [layer.ffn for layer in model.layers]
+
+
+def rebalance(mixtures: Sequence[TokenByToken]) -> None:
+    """After a step: each bias moves by the sign of what is missing to the mean."""
+    for each in mixtures:
+        if each.shape.balance == "auxiliary-loss-free":
+            each.bias = each.bias + each.shape.rate * torch.sign(each.chosen.mean() - each.chosen)
+        each.chosen.zero_()

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import decoders
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
-from dzero.models.build import build, materialiser
-from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.config import BlockConfig
 
 VOCAB, LAYERS = 37, 2
+SIZES = {"hidden_size": 16, "layers": LAYERS, "heads": 2, "kv_heads": 1, "ffn_size": 23}
+"""Vocabulary and hidden features are prime."""
 Grads = dict[str, Tensor]
 
 
-def llama(block: BlockConfig | None = None, *, tied: bool = False, seed: int = 0) -> nn.Module:
-    """fp32, with values; 23 hidden features and 37 ids, both prime."""
-    model, fill = on_meta(tied, seed)
-    fill(model)
-    apply_blocks(model, block or BlockConfig(), "cpu")
-    return model
-
-
-def on_meta(tied: bool = False, seed: int = 0) -> tuple[nn.Module, Any]:
-    """The same without values, and what gives them."""
-    config = ModelConfig(hidden_size=16, layers=LAYERS, heads=2, kv_heads=1, ffn_size=23, tied=tied)
-    model = build(config, vocab_size=VOCAB)
-    return model, materialiser(config, model, seed=seed, device="cpu")
+def llama(*, tied: bool = False, seed: int = 0, **block: Any) -> nn.Module:
+    """In fp32, with values, and with settings `block.*`."""
+    return decoders.in_blocks(decoders.with_values(VOCAB, seed=seed, tied=tied, **SIZES), **block)
 
 
 def sharded_llama(
-    block: BlockConfig | None = None,
+    block: Any = None,
     *,
     stage: int = 3,
     microbatches: int = 1,
@@ -43,9 +33,10 @@ def sharded_llama(
     offload: OffloadConfig | None = None,
     **precision: Any,
 ) -> Sharded:
-    """Cut over all ranks; values are drawn on the way."""
-    model, fill = on_meta(tied, seed)
-    apply_blocks(model, block or BlockConfig(), "cpu")
+    """Cut over all ranks; values are drawn on the way. block: settings by name."""
+    model = decoders.on_meta(VOCAB, tied=tied, **SIZES)
+    fill = decoders.filling(model, seed=seed)
+    decoders.in_blocks(model, **(block if isinstance(block, Mapping) else vars(block) if block else {}))
     kinds = PrecisionConfig(**{"param": "fp32", **precision})
     zero = ZeroConfig(stage=stage)
     return shard(model, zero, precision=kinds, offload=offload, microbatches=microbatches, init=fill)
