@@ -94,6 +94,27 @@ def write(
     return folder
 
 
+def write_llama(
+    folder: Path, tensors: Mapping[str, Tensor], *, vocab: int = 5, width: int = 10, ranks: int = 1, layers: int = 0
+) -> Path:
+    """`folder`, a checkpoint of a llama of dzero: `tensors`, and zeros for embeddings and norm without a value."""
+    sizes = {"embedding.weight": (vocab, width), "norm.weight": (width,), "head.weight": (vocab, width)}
+    there = {name.partition(".")[2] for name in tensors}
+    rest = {f"master.{name}": torch.zeros(size) for name, size in sizes.items() if name not in there}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": layers,
+    }
+    extra = {"model": {"kind": "llama", "config": json.dumps(config)}}
+    return write(folder, in_rows({**tensors, **rest}, ranks), extra=extra, block_bytes=1 << 20)
+
+
 def _write_rank(folder: Path, rank: int, pieces: Mapping[str, Piece], block_bytes: int) -> str:
     """A rank's two files; the seal of its index. The header is padded with spaces to a whole page."""
     header, parts, at = dict[str, Any](), dict[str, Any](), 0
