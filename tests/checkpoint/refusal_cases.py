@@ -126,6 +126,11 @@ def limited(folder: Path) -> dict[str, Any]:
         save(checkpoints, 1, MIB)  # threads, and what else is there once
         seen: dict[str, Any] = {"saved": grown(lambda: save(checkpoints, 2, states))}
         seen["verified"] = grown(lambda: command("inspect", folder, "--verify"))
+        large = by_hand.write_llama(folder.parent / "large", {}, vocab=states // 4096, width=1024)
+        small = by_hand.write_llama(folder.parent / "small", {})
+        command("export", small, folder.parent / "first")
+        seen["exported"] = grown(lambda: command("export", large, folder.parent / "out", "--dtype", "fp32"))
+        seen["bytes exported"] = (folder.parent / "out" / "model.safetensors").stat().st_size
         seen["another run"] = told(lambda: saving(folder))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))  # Python ignores the signal of it
         seen["too large"] = told(lambda: save(checkpoints, 3, 2 * MIB))

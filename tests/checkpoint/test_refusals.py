@@ -92,6 +92,12 @@ def test_a_save_and_its_verification_hold_their_blocks_however_large_the_states_
     assert limited["verified"] <= states // 2
 
 
+def test_an_export_takes_less_memory_than_one_tensor(limited: dict[str, Any]) -> None:
+    """Of two embeddings of 64 MiB: blocks of a MiB that are read, and 4 MiB of a tensor in a few forms."""
+    assert limited["exported"] < 64 * MIB
+    assert limited["bytes exported"] > 2 * 64 * MIB
+
+
 def test_a_limit_on_the_size_of_files_is_told(limited: dict[str, Any]) -> None:
     what = "File too large: raise the limit on the size of files (ulimit -f)"
     assert limited["too large"].endswith(f"step_00000003.partial/{data_name(0)}: {what}")
