@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import own_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,9 +24,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from training_loops import snapshot, unequal
 
 import dzero
-from dzero.models.config import LlamaShape, MoEShape
-from dzero.models.llama import Llama
-from dzero.models.moe import MoE
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -47,22 +45,13 @@ def adapted(**sizes: int) -> nn.Module:
 
 def own(ranks: int, **degrees: int) -> Any:
     """The project's llama, cut along tp or pp."""
-    shape = LlamaShape(vocab_size=VOCAB + 3, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Llama(shape)
+    model = own_models.llama(VOCAB + 3)
     return dzero.parallelize(model, dzero.make_mesh("cpu", **degrees)) if degrees else model
 
 
 def own_mixture(ranks: int) -> Any:
     """The project's Mixtral, whose experts the ranks share."""
-    shape = MoEShape(
-        vocab_size=VOCAB, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48, experts=4, top_k=2, balance="none"
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = MoE(shape)
-    return dzero.parallelize(model, dzero.make_mesh("cpu"), dzero.ParallelConfig(ep=ranks))
+    return dzero.parallelize(own_models.mixture(VOCAB), dzero.make_mesh("cpu"), dzero.ParallelConfig(ep=ranks))
 
 
 MODELS: dict[str, Callable[[int], Any]] = {
@@ -121,6 +110,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.product(keep=6)
 @pytest.mark.parametrize(("model", "ranks", "how"), CASES, ids=lambda value: str(value))
 def test_every_rank_gets_what_save_pretrained_writes(
     pool: Pool, tmp_path: Path, model: str, ranks: int, how: dict[str, Any]
@@ -129,7 +119,7 @@ def test_every_rank_gets_what_save_pretrained_writes(
     assert all(unequal(first, other) == [] for other in others)
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/checkpoint/test_weights_out.py::test_every_rank_gets_what_save_pretrained_writes")
 def test_models_cut_along_two_axes_are_whole_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     first, *others = pool.run(got, 4, "own, tp, dp", tmp_path / "out", True, {"stage": 3})
     assert all(unequal(first, other) == [] for other in others)
