@@ -56,7 +56,7 @@ WAYS: dict[str, tuple[str, str, int]] = {
     "deepseek_v3": ("deepseek_v3", f"{HF} zero.stage=3", 2),
 }
 """What is published, the settings of the run that starts from it, and its ranks."""
-DEFAULT = ("llama, stage 3", "llama, remainders, hybrid", "gpt2", "mixtral as our mixture, ep", "deepseek_v3")
+DEFAULT = ("llama, stage 3", "gpt2", "mixtral as our mixture, ep", "deepseek_v3")
 
 
 def theirs(kind: str) -> Any:

@@ -57,7 +57,7 @@ def settings_of(line: str, folder: Path) -> list[str]:
     return [*words, "data.held_out=0.25", f"train.steps={STEPS}", f"launch.workers={ranks}"]
 
 
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("line", RUNS.values(), ids=RUNS.keys())
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(pool: Pool, tmp_path: Path, text: Path, line: str) -> None:
     common = settings_of(line, tmp_path)

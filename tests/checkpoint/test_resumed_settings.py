@@ -223,7 +223,7 @@ def never_stopped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Never
 
 
 @pytest.mark.parametrize("writers", SETS)
-@pytest.mark.parametrize(("stage", "offload"), [(3, "none"), (1, "host")])
+@pytest.mark.parametrize(("stage", "offload"), [(1, "host"), pytest.param(3, "none", marks=pytest.mark.full(OF_FEW))])
 def test_a_resumed_run_has_the_settings_buffers_and_bits_of_one_never_stopped(
     pool: Pool, never_stopped: NeverStopped, writers: Writers, stage: int, offload: str
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_resumed_run_has_the_settings_buffers_and_bits_of_one_never_stopped(
 
 
 @pytest.mark.parametrize("writers", SETS)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.full(OF_FEW))])
 def test_on_other_ranks_settings_are_the_same_and_buffers_those_of_rank_0(
     pool: Pool, never_stopped: NeverStopped, writers: Writers, ranks: int
 ) -> None:

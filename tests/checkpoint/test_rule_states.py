@@ -79,7 +79,7 @@ STORED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("name", STORED)
 def test_states_go_from_layout_to_layout(pool: Pool, tmp_path: Path, name: str) -> None:
     """From two ranks to the host of one, to three, to two; each load and what two more steps make of it arrive."""
@@ -185,7 +185,7 @@ def through_dcp(rank: int, ranks: int, rule: str, folder: str, seed: int, stage:
     return everything(sharded, optim)
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full("tests/checkpoint/test_rule_states.py::test_states_go_from_layout_to_layout")
 @pytest.mark.parametrize("rule", RULES)
 def test_dcp_files_load_exactly_into_another_layout(pool: Pool, tmp_path: Path, rule: str) -> None:
     held = merged(pool.run(through_dcp, 3, rule, str(tmp_path), 0, 3))
@@ -229,7 +229,7 @@ def test_numbers_of_a_class_are_saved_and_other_objects_refused(pool: Pool, tmp_
     assert told.startswith("Listing keeps the state 'both' as list")
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full("tests/checkpoint/test_rule_states.py::test_states_go_from_layout_to_layout")
 @pytest.mark.parametrize("rule", ["Adafactor", "muon"])
 def test_a_run_of_pipeline_stages_moves_what_the_theory_says_and_goes_on_in_one(
     pool: Pool, tmp_path: Path, rule: str

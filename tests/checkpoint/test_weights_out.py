@@ -111,7 +111,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize(("model", "ranks", "how"), CASES, ids=lambda value: str(value))
 def test_every_rank_gets_what_save_pretrained_writes(
     pool: Pool, tmp_path: Path, model: str, ranks: int, how: dict[str, Any]
@@ -164,15 +164,21 @@ def trains(rank: int, ranks: int, folder: str, cells: list[dict[str, Any]]) -> l
     return found
 
 
-def test_training_goes_on_with_the_same_bits_whatever_is_done_to_the_tensors(pool: Pool, tmp_path: Path) -> None:
-    cells: list[dict[str, Any]] = [
-        {"stage": 0, "precision": "bf16"},
-        {"stage": 1, "precision": "fp32"},
-        {"stage": 2, "precision": "bf16", "offload": HOST},
-        {"stage": 3, "precision": "bf16", "offload": HOST | {"overlap": "delayed", "delay_warmup_steps": 1}},
-        {"stage": 3, "precision": "bf16", "offload": dict.fromkeys(HOST | {"param": ""}, "disk")},
-    ]
-    assert pool.run(trains, 2, str(tmp_path), cells) == [[[]] * len(cells)] * 2
+CELLS: list[dict[str, Any]] = [
+    {"stage": 3, "precision": "bf16", "offload": HOST | {"overlap": "delayed", "delay_warmup_steps": 1}},
+    {"stage": 0, "precision": "bf16"},
+    {"stage": 1, "precision": "fp32"},
+    {"stage": 2, "precision": "bf16", "offload": HOST},
+    {"stage": 3, "precision": "bf16", "offload": dict.fromkeys(HOST | {"param": ""}, "disk")},
+]
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_training_goes_on_with_the_same_bits_whatever_is_done_to_the_tensors(
+    pool: Pool, tmp_path: Path, cell: dict[str, Any]
+) -> None:
+    assert pool.run(trains, 2, str(tmp_path), [cell]) == [[[]]] * 2
 
 
 def peak(rank: int, ranks: int, kind: str) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ def permitted() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full("tests/comm/test_watchdog.py::test_a_loop_of_ones_own_names_the_rank_that_left_it")
 @pytest.mark.parametrize("program", PROGRAMS[::-1])
 @pytest.mark.parametrize("kind", CUTS)
 def test_a_rank_that_is_cut_off_ends_within_the_timeout_whatever_the_store_does(
@@ -51,9 +51,7 @@ def pull(nodes: tuple[str, str], wire: str, state: str) -> None:
     ip("-n", nodes[1], "link", "set", wire, state)
 
 
-@pytest.mark.full(
-    "tests/stress/test_cuts.py::test_a_rank_that_is_cut_off_ends_within_the_timeout_whatever_the_store_does"
-)
+@pytest.mark.full("tests/comm/test_watchdog.py::test_a_loop_of_ones_own_names_the_rank_that_left_it")
 def test_a_cut_of_the_network_for_data_alone_is_told_and_ends_at_the_limit(tmp_path: Path) -> None:
     """The store answers, so every rank knows that the others are there; the process group has torch's own timeout."""
     with two_nodes() as nodes, running(nodes, "own loop", 2, tmp_path / "run", 0, WIRES[1]) as (ranks, _):
@@ -70,9 +68,7 @@ def test_a_cut_of_the_network_for_data_alone_is_told_and_ends_at_the_limit(tmp_p
     assert f"within {LIMIT_S} s: every rank is there" in said
 
 
-@pytest.mark.full(
-    "tests/stress/test_cuts.py::test_a_rank_that_is_cut_off_ends_within_the_timeout_whatever_the_store_does"
-)
+@pytest.mark.full("tests/comm/test_watchdog.py::test_a_loop_of_ones_own_names_the_rank_that_left_it")
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_cut_that_heals_within_the_timeout_costs_nothing(wire: str, tmp_path: Path) -> None:
     """Of the network of both the store and the data, or of the latter alone."""
