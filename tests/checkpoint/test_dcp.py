@@ -75,6 +75,7 @@ def placed(shape: torch.Size, mesh: Any, cut: tuple[Placement, Placement]) -> DT
     return empty(*shape, device_mesh=mesh, placements=[first, Replicate() if first == second else second]).fill_(-77.0)
 
 
+@pytest.mark.full("tests/checkpoint/test_dcp.py::test_a_program_without_dzero_gets_the_working_copies_to_the_bit")
 def test_torchs_loader_and_ours_read_the_same_bits_for_any_cut(pool: Pool, held: Any) -> None:
     folder, want, _ = held
     shapes = {name: value.shape for name, value in want["master"].items()}

@@ -164,7 +164,7 @@ def reload(rank: int, ranks: int, rule: str) -> None:
             pair(rule, stage=2, param="fp32")[1].load_state_dict(new_optim.state_dict())
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full("tests/checkpoint/test_rule_states.py::test_states_go_from_layout_to_layout")
 @pytest.mark.parametrize("rule", RULES)
 def test_a_fresh_optimizer_continues_from_a_state_dict_to_the_bit(pool: Pool, rule: str) -> None:
     pool.run(reload, 2, rule)

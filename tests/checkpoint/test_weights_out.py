@@ -111,7 +111,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(("model", "ranks", "how"), CASES, ids=lambda value: str(value))
 def test_every_rank_gets_what_save_pretrained_writes(
     pool: Pool, tmp_path: Path, model: str, ranks: int, how: dict[str, Any]
