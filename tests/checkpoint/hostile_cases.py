@@ -1,7 +1,7 @@
 """Checkpoints that somebody wrote on purpose: sealed as they should be, and false. For test_hostile.py.
 
-python hostile_cases.py FOLDER NAME... tries to open and read each as a run would, and prints, by name, the error's kind
-and text, the seconds it took, and by how many bytes memory grew.
+python hostile_cases.py FOLDER NAME... tries to open and read each, and prints, by name, what it was told of which file,
+and by how many bytes memory grew.
 """
 
 from __future__ import annotations
@@ -12,39 +12,29 @@ import pickle
 import socket
 import stat
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from shelves import PAGE, bits, entry, write
-from storage_cases import grown
+import written_checkpoints as by_hand
+from written_checkpoints import LATEST, MANIFEST, PAGE, Piece, data_name, index_name, write_sealed
 
-from dzero.checkpoint.box import Box
-from dzero.checkpoint.format import MANIFEST, VERSION, data_name, digest, index_name, seal
-from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.store import LATEST, CheckpointStore
+import dzero
 
 DATA, INDEX = data_name(0), index_name(0)
 STEP = "step_00000001"
 Body = dict[str, Any]
 
 
-def sealed(path: Path, body: bytes) -> str:
-    """Write a body, whatever it is, with its right checksum; the checksum."""
-    path.write_bytes(b'{"body":' + body + b',"xxh3":"' + digest(body).encode() + b'"}\n')
-    return digest(body)
-
-
 def claim(folder: Path, manifest: Body | None = None, index: Callable[[Body], object] | bytes = b"") -> None:
     """Seal an index that says something else, and the manifest that names it, with changes of its own."""
-    told = json.loads((folder / INDEX).read_bytes())["body"]
+    told = by_hand.body_of(folder / INDEX)
     if callable(index):
         index(told)
-    body = index if isinstance(index, bytes) and index else json.dumps(told, separators=(",", ":")).encode()
-    old = json.loads((folder / MANIFEST).read_bytes())["body"]
-    (folder / MANIFEST).write_bytes(seal(old | {"seals": [sealed(folder / INDEX, body)]} | (manifest or {}))[0])
+    sealed = write_sealed(folder / INDEX, index if isinstance(index, bytes) and index else told)
+    by_hand.reseal(folder / MANIFEST, lambda body: body.update({"seals": [sealed]} | (manifest or {})))
 
 
 def part(**changes: Any) -> Callable[[Body], object]:
@@ -113,7 +103,7 @@ NESTED = 100_000
 CLAIMS: dict[str, Callable[[Path], object]] = {
     "no JSON": lambda f: claim(f, index=b"\x80\x04."),
     "nested too deep": lambda f: claim(f, index=b"[" * NESTED + b"]" * NESTED),
-    "nested too deep, in the state": lambda f: sealed(
+    "nested too deep, in the state": lambda f: write_sealed(
         f / MANIFEST,
         b'{"seals":["%s"],"state":{"a":%s},"step":1,"version":1}' % (b"0" * 16, b"[" * NESTED + b"]" * NESTED),
     ),
@@ -125,7 +115,7 @@ CLAIMS: dict[str, Callable[[Path], object]] = {
     "a part's name twice": lambda f: claim(f, index=twice(f, b'"b":')),
     "a key twice": lambda f: claim(f, index=twice(f, b'"rank":')),
     "a key unknown": lambda f: claim(f, index=lambda index: index.update(code="import os")),
-    "spaces": lambda f: claim(f, index=json.dumps(json.loads((f / INDEX).read_bytes())["body"]).encode()),
+    "spaces": lambda f: claim(f, index=json.dumps(by_hand.body_of(f / INDEX)).encode()),
     "a rank's number": lambda f: claim(f, index=lambda index: index.update(rank=1)),
     "a number as a text": lambda f: claim(f, index=lambda index: index.update(rank="0")),
     "a negative start": lambda f: claim(f, index=part(start=-4, end=56)),
@@ -163,7 +153,7 @@ CLAIMS: dict[str, Callable[[Path], object]] = {
     "data before the file": lambda f: claim(f, index=lambda index: index.update(data_start=-4096)),
     "data behind the file": lambda f: claim(f, index=lambda index: index.update(data_start=1 << 20)),
     "a step below 0": lambda f: claim(f, manifest={"step": -1}),
-    "another version": lambda f: claim(f, manifest={"version": VERSION + 1}),
+    "another version": lambda f: claim(f, manifest={"version": 2}),
     "a million ranks": lambda f: claim(f, manifest={"seals": ["0" * 16] * 10**5}),
     "a path for a seal": lambda f: claim(f, manifest={"seals": ["../../../etc/pas"]}),
 }
@@ -184,9 +174,7 @@ POINTERS = {
 
 def twice(folder: Path, key: bytes) -> bytes:
     """The index, with one entry of it given a second time."""
-    body = (
-        seal(json.loads((folder / INDEX).read_bytes())["body"])[0].removeprefix(b'{"body":').rpartition(b',"xxh3"')[0]
-    )
+    body = msgspec.json.encode(by_hand.body_of(folder / INDEX), order="sorted")
     start = body.index(key)
     end = body.index(b"}", start) + 1 if body[start + len(key) :].startswith(b"{") else body.index(b",", start)
     return body[:start] + body[start:end] + b"," + body[start:]
@@ -213,34 +201,32 @@ def overlapping(index: Body) -> None:
 
 def honest(shelf: Path) -> Path:
     """A checkpoint that is whole: a, 1100 of int64, and b, 5 x 3 of fp32, behind it."""
-    entries = {"a": entry("a", bits(torch.int64, (1100,), 0)), "b": entry("b", bits(torch.float32, (5, 3), 1))}
-    return write(shelf, 1, [entries])
+    tensors = {"a": by_hand.bits(torch.int64, (1100,), 0), "b": by_hand.bits(torch.float32, (5, 3), 1)}
+    pieces: dict[str, Piece] = {name: by_hand.piece(name, tensor) for name, tensor in tensors.items()}
+    path = by_hand.write(shelf / STEP, [pieces], step=1)
+    by_hand.point(shelf, STEP)
+    return path
 
 
-def read(shelf: Path) -> int:
-    """All that can be read, as a run would; its bytes."""
-    with Checkpoint(shelf / (CheckpointStore(shelf).latest() or "nothing")) as checkpoint:
-        read_bytes = sum(checkpoint.verify())
-        for name in checkpoint.names:
-            checkpoint.read(name, Box.whole(checkpoint.part(name).shape))
-    return read_bytes
+def peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def tried(shelf: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {"kind": "", "text": ""}
-
-    def attempt() -> None:
-        try:
-            seen["text"] = f"{read(shelf)} bytes were read"
-        except Exception as error:
-            seen.update(kind=type(error).__name__, text=str(error)[:500], path=getattr(error, "path", ""))
-
-    start = time.monotonic()
-    seen["grown"] = grown(attempt)
-    return seen | {"shelf": str(shelf), "s": time.monotonic() - start}
+    """What a program is told that reads all there is, and by how many bytes its memory grew meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before, seen = peak_bytes(), {"shelf": str(shelf), "refused": False, "path": ""}
+    try:
+        seen["text"] = f"{by_hand.verified(shelf)} bytes were read"
+    except dzero.CheckpointError as error:
+        seen |= {"refused": True, "path": error.path, "text": str(error)[:500]}
+    except Exception as error:
+        seen["text"] = repr(error)
+    return seen | {"grown": peak_bytes() - before}
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    read(honest(folder / "honest").parent)  # threads, and what else is there once
+    by_hand.verified(honest(folder / "honest"))  # threads, and what else is there once
     print(json.dumps({name: tried(folder / name) for name in sys.argv[2:]}), flush=True)

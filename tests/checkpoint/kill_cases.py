@@ -1,15 +1,13 @@
-"""Runs that save again and again and are killed at random: python kill_cases.py FOLDER KILLS SEED.
+"""Runs that save again and again and are killed: python kill_cases.py FOLDER, or FOLDER KILLS SEED.
 
-    this process                    two ranks of a run, forked             a reader, forked
+    this process                    ranks of a run, forked
     imports, starts no thread
-    waits for `opening`     <--     a gloo group; the folder is taken
+    waits for `resumed`     <--     a group; resume=auto: which step, whether its bits are right, what was left lying
     sleeps a while                  begun 1, finished 1, begun 2 …
     SIGKILL to one, or both -->     the other is told, and ends
-    notes what is left                                                     what a run would resume from, bit by bit;
-                                                                           so is all that has a checkpoint's name
-    next                            what was left is gone before a save
 
-Prints as its last line, in JSON: the kills, what each left, and in `wrong` every promise that was broken.
+With KILLS, two ranks die at random. Without, one rank dies before each call in turn that changes the folder in a save,
+until a save has no more of them. Prints as its last line, in JSON: the kills, and in `wrong` every broken promise.
 """
 
 from __future__ import annotations
@@ -31,25 +29,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shelves import entry, raw
+from in_process import dzero as command
+from torch import nn
+from written_checkpoints import LATEST, LOCK, MANIFEST, body_of, names, raw
 
-from dzero import CheckpointConfig
-from dzero.checkpoint.box import Box
-from dzero.checkpoint.format import MANIFEST
-from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.rank_consensus import RankConsensus
-from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.saver import Saver
-from dzero.checkpoint.selection import candidates
-from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore, manifest_at
+import dzero
+from dzero import CheckpointConfig, Checkpointer
 
-RANKS, ROWS, SAVES, DEADLINE_S = 2, 1000, 12, 60.0
+DEADLINE_S, SPAN_S = 120.0, 0.3
+CHANGES = ("pwritev", "write", "fsync", "rename", "unlink", "rmdir")
 Say = Callable[[Any], None]
 
 
-def states(step: int) -> torch.Tensor:
-    """What step `step` holds: int32 [ROWS, 301], of which a rank has half the rows; 3 blocks in all."""
-    return (torch.arange(ROWS * 301, dtype=torch.int32) + 1_000_003 * step).view(ROWS, 301)
+def states(step: int, rank: int) -> torch.Tensor:
+    """What a rank saves of a step: int32, more than a block of staging."""
+    return torch.arange(150_000, dtype=torch.int32) + 1_000_003 * step + rank
 
 
 def forked(work: Callable[[Say], None]) -> tuple[int, int]:
@@ -71,54 +65,54 @@ def forked(work: Callable[[Say], None]) -> tuple[int, int]:
     return child, ours
 
 
-def run_of(rank: int, folder: Path, store: str, start: int, name: str = "") -> Callable[[Say], None]:
-    """Save the steps from `start` on, for ever, as a run that resumed from the checkpoint `name`."""
+def run_of(rank: int, ranks: int, folder: Path, store: str, dies_at: int | None = None) -> Callable[[Say], None]:
+    """Resume, and save the next steps for ever; with `dies_at`, the next one, and die before that call."""
 
     def work(say: Say) -> None:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, RANKS),
-            rank=rank,
-            world_size=RANKS,
-            timeout=timedelta(seconds=DEADLINE_S),
-        )
-        agreement = RankConsensus(str(folder))
-        agreement.agree()
-        say(["opening"])
-        with Saver(CheckpointConfig(folder=str(folder), staging_bytes=1 << 20), agreement) as saver:
-            manifest = manifest_at(folder / name) if name else None
-            lineage = Lineage().resumed(0) if manifest is None else manifest.origin.resumed(manifest.step)
-            saver.claim(lineage, folder / name if name else None)
-            if rank == 0 and (
-                left := [
-                    name for name in os.listdir(folder) if name not in (LOCK, LATEST, *CheckpointStore(folder).names())
-                ]
-            ):
-                say(["left", left])
-            for step in count(start):
-                say(["begun", step])
-                part, tensor = entry("a", states(step), Box((rank * ROWS // RANKS, 0), (ROWS // RANKS, 301)))
-                saver.save(step, lambda part=part: {"a": part}, lambda put, tensor=tensor: put("a", tensor), {})  # type: ignore[misc]
-                saver.finish()
-                say(["finished", step])
+        timeout = timedelta(seconds=DEADLINE_S / 2)
+        group = {"store": dist.FileStore(store, ranks), "rank": rank, "world_size": ranks}
+        dist.init_process_group("gloo", timeout=timeout, **group)
+        sharded = dzero.shard(nn.Linear(2, 2), stage=1, precision="fp32")
+        config = CheckpointConfig(folder=str(folder), keep=1, staging_bytes=1 << 20)
+        with Checkpointer(config, sharded, dzero.AdamW(sharded)) as checkpoints:
+            resumed, step, wrong = checkpoints.resume("auto"), 0, list[str]()
+            checkpoints.begin()
+            if resumed is not None:
+                step, wrong = resumed.step, [*resumed.notes]
+                assert resumed.local is not None
+                wrong += ["other bits"] if raw(resumed.local["a"]) != raw(states(step, rank)) else []
+            if rank == 0 and step:
+                wrong += [f"left: {each}" for each in {*os.listdir(folder)} - {LOCK, LATEST, *names(folder)}]
+                verified = command("inspect", folder, "--verify")
+                wrong += [verified.stderr] if verified.returncode else []
+            say(["resumed", step, wrong])
+            die_before(dies_at)
+            for following in count(step + 1):
+                say(["begun", following])
+                checkpoints.save(following, {}, {"a": states(following, rank)})
+                checkpoints.finish()
+                say(["finished", following])
+                if dies_at is not None:
+                    return
 
     return work
 
 
-def reader_of(folder: Path) -> Callable[[Say], None]:
-    """Say which step a run would resume from; read every checkpoint that has a name."""
+def die_before(number: int | None) -> None:
+    """Have this process be killed before that call, of those that change files."""
+    calls = count(1)
 
-    def work(say: Say) -> None:
-        shelf, notes, steps = CheckpointStore(folder), list[str](), {"": 0}
-        for name in shelf.names():
-            with Checkpoint(folder / name) as checkpoint:
-                steps[name] = checkpoint.manifest.step
-                assert sum(checkpoint.verify()) == sum(index.file_bytes for index in checkpoint.indexes)
-                assert raw(checkpoint.read("a", Box.whole((ROWS, 301)))) == raw(states(steps[name])), name
-        name = [*candidates(shelf, notes), ""][0]
-        say(["resumes", steps[name], notes, name])
+    def instead(really: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            at = args[0] if isinstance(args[0], str | os.PathLike) else os.readlink(f"/proc/self/fd/{args[0]}")
+            if not str(at).startswith("pipe:") and next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return really(*args, **kwargs)
 
-    return work
+        return call
+
+    for name in CHANGES if number is not None else ():
+        setattr(os, name, instead(getattr(os, name)))
 
 
 def heard(pipe: int) -> list[Any]:
@@ -127,23 +121,21 @@ def heard(pipe: int) -> list[Any]:
         return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def held_up(child: int) -> str:
-    """Where it is if it does not end by itself in time, and is killed; nothing if it does."""
+def ended(child: int) -> bool:
+    """Whether it ends by itself in time; else it is killed."""
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
         if os.waitpid(child, os.WNOHANG)[0]:
-            return ""
+            return True
         time.sleep(0.002)
-    threads = sorted(Path(f"/proc/{child}/task").iterdir())
-    where = [f"{(each / 'comm').read_text()[:-1]}: {(each / 'wchan').read_text()}" for each in threads]
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return ", ".join(where)
+    return False
 
 
 def left_in(folder: Path) -> set[str]:
     """What a kill left behind, in words."""
-    shelf, found = CheckpointStore(folder), set()
+    found = set()
     for name in os.listdir(folder) if folder.exists() else []:
         if name.startswith("step_") and name.endswith(".partial"):
             found.add("all but a name" if (folder / name / MANIFEST).exists() else "half a checkpoint")
@@ -151,89 +143,58 @@ def left_in(folder: Path) -> set[str]:
             found.add("half of an old one")
         elif name == f"{LATEST}.partial":
             found.add("half a pointer")
-    names = shelf.names()
-    if names and names[-1] != shelf.latest():
+    there = names(folder)
+    if there and (not (folder / LATEST).exists() or body_of(folder / LATEST)["name"] != there[-1]):
         found.add("a checkpoint that is not the latest yet")
     return found or {"nothing"}
 
 
-def span_of(saves: int) -> float:
-    """Seconds that a run needs for so many, at the pace that this machine has now."""
-    with tempfile.TemporaryDirectory() as alone:
-        ranks = [forked(run_of(rank, Path(alone) / "shelf", f"{alone}/store", 1)) for rank in range(RANKS)]
-        began_s = 0.0
-        with os.fdopen(ranks[0][1], "rb") as lines:
-            for words in map(json.loads, lines):
-                if words == ["opening"]:
-                    began_s = time.monotonic()
-                elif words == ["finished", saves]:
-                    break
-            took_s = time.monotonic() - began_s
-        for child, _ in ranks:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        os.close(ranks[1][1])
-    return took_s
-
-
-def killed(
-    folder: Path, draw: random.Random, done: int, name: str, span_s: float
-) -> tuple[str, set[str], int, str, list[str]]:
-    """One kill of a run that resumed from step `done`, the checkpoint `name`.
-
-    Whom, what was left, the step and the checkpoint to resume from, what is wrong.
-    """
-    wrong: list[str] = []
+def killed(folder: Path, draw: random.Random | None, number: int) -> tuple[list[int], list[list[Any]], list[str]]:
+    """Whom a kill hit, what each rank said before, and what is wrong."""
+    ranks, wrong = 1 if draw is None else 2, list[str]()
     with tempfile.TemporaryDirectory() as stores:
-        ranks = [forked(run_of(rank, folder, f"{stores}/store", done + 1, name)) for rank in range(RANKS)]
-        first = os.read(ranks[0][1], len(b'["opening"]\n'))
-        if first != b'["opening"]\n':
-            wrong.append(f"rank 0 did not begin: {first!r}")
-        time.sleep(draw.uniform(0, span_s))
-        victims = draw.choice([[0], [1], [0, 1], [1, 0]])
-        for rank in victims:
-            os.kill(ranks[rank][0], signal.SIGKILL)
-        where = [held_up(child) for child, _ in ranks]
-        wrong += [f"rank {n} did not end after a kill of {victims}; {at}" for n, at in enumerate(where) if at]
-        said, other = (heard(pipe) for _, pipe in ranks)
-    left = left_in(folder)
-    finished = max([done, *(words[1] for words in said if words[0] == "finished")])
-    begun = max([done, *(words[1] for words in said if words[0] == "begun")])
-    wrong += [f"a new run found {words[1]}" for words in said + other if words[0] == "left"]
-    for rank, each in enumerate((said, other)):
-        texts = [words[1] for words in each if words[0] == "ended"]
-        expected = ("CheckpointError", "RankUnavailable")
-        wrong += [f"rank {rank}: {t}" for t in texts if rank in victims or not any(name in t for name in expected)]
-    reader, pipe = forked(reader_of(folder))
-    (words,) = heard(pipe)
-    os.waitpid(reader, 0)
-    if words[0] != "resumes" or words[2] or not finished <= words[1] <= begun:
-        wrong.append(f"steps to {finished} had finished, {begun} had begun, and then {words}")
-        return "", left, done, name, wrong
-    return "one rank" if len(victims) == 1 else "all ranks", left, words[1], words[3], wrong
+        dies_at = number if draw is None else None
+        children = [forked(run_of(rank, ranks, folder, f"{stores}/store", dies_at)) for rank in range(ranks)]
+        victims, first = [0], b""
+        if draw is not None:
+            first = os.read(children[0][1], 1 << 16)
+            time.sleep(draw.uniform(0, SPAN_S))
+            victims = draw.choice([[0], [1], [0, 1], [1, 0]])
+            for rank in victims:
+                os.kill(children[rank][0], signal.SIGKILL)
+        hung = [rank for rank, (child, _) in enumerate(children) if not ended(child)]
+        wrong += [f"rank {rank} did not end" for rank in hung]
+        said = [heard(pipe) for _, pipe in children]
+        said[0] = [json.loads(line) for line in first.splitlines()] + said[0]
+    for rank, of_rank in enumerate(said):
+        expected = () if rank in victims else ("CheckpointError", "RankUnavailable")
+        wrong += [w[1] for w in of_rank if w[0] == "ended" and not any(name in w[1] for name in expected)]
+        wrong += [each for words in of_rank if words[0] == "resumed" for each in words[2]]
+    return victims, said, wrong
 
 
-def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    draw, step, name, wrong = random.Random(seed), 0, "", list[str]()
-    whom, what, start_s = Counter[str](), Counter[str](), time.monotonic()
+def main(folder: Path, kills: int | None, seed: int) -> dict[str, Any]:
     threads = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:"))
     assert threads.split() == ["Threads:", "1"], "a process with threads must not be forked"
-    span_s = span_of(SAVES)
-    for number in range(kills):
-        victims, left, step, name, told = killed(folder, draw, step, name, span_s)
-        whom[victims] += 1
-        what.update(left)
-        wrong += [f"kill {number}: {each}" for each in told]
-    return {
-        "kills": kills,
-        "steps": step,
-        "killed": dict(whom),
-        "left": dict(what),
-        "wrong": wrong,
-        "span_s": round(span_s, 2),
-        "s": round(time.monotonic() - start_s, 1),
-    }
+    draw, wrong, left = None if kills is None else random.Random(seed), list[str](), Counter[str]()
+    finished = begun = died = 0
+    for number in count(1):
+        victims, said, told = killed(folder, draw, number)
+        steps = [words[1] for words in said[0] if words[0] == "resumed"]
+        if steps and not finished <= steps[0] <= begun:
+            told.append(f"steps to {finished} had finished, {begun} had begun, and a run resumed from {steps[0]}")
+        if not steps:
+            told.append(f"rank 0 did not begin: {said[0]}")
+        wrong += [f"kill {number} of {victims}: {each}" for each in told]
+        finished = max([finished, *(words[1] for words in said[0] if words[0] == "finished")])
+        begun = max([begun, *(words[1] for words in said[0] if words[0] == "begun")])
+        left.update(left_in(folder))
+        if wrong or number == kills or (kills is None and said[0][-1][0] == "finished"):
+            break
+        died = number
+    return {"kills": died if kills is None else kills, "steps": finished, "left": dict(left), "wrong": wrong}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))), flush=True)
+    kills, seed = (int(sys.argv[2]), int(sys.argv[3])) if len(sys.argv) > 2 else (None, 0)
+    print(json.dumps(main(Path(sys.argv[1]), kills, seed)), flush=True)

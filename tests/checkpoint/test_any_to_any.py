@@ -9,9 +9,8 @@ import pytest
 import torch
 from kinds import Kind, every_kind, loaded, saved
 from pool import Pool
+from reference import to_working
 from torch import Tensor
-
-from dzero.zero.rounding import to_working
 
 STATES = {"master": "remainder", "moments": "bf16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,7 +28,16 @@ def expected(saved: dict[str, Tensor], kind: Kind) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.full
+def test_masters_moments_and_counts_go_from_layout_to_layout_exactly(pool: Pool, tmp_path: Path) -> None:
+    """From the host of two ranks to the disk of one, and back to the devices of two."""
+    two = Kind(stage=2, tier="host", ranks=2, master="remainder", moments="bf16")
+    one = Kind(stage=3, tier="disk", ranks=1, param="fp32")
+    check(pool, tmp_path, [(two, one), (one, Kind(stage=0, tier="device", ranks=2, param="fp16"))], 2)
+
+
+@pytest.mark.full(
+    "tests/checkpoint/test_any_to_any.py::test_masters_moments_and_counts_go_from_layout_to_layout_exactly"
+)
 def test_every_kind_is_saved_and_every_kind_loads_one_of_another(pool: Pool, tmp_path: Path) -> None:
     kinds = every_kind("uneven", few=True)
     check(pool, tmp_path, around(kinds), 16)
@@ -46,7 +54,9 @@ def around(kinds: list[Kind]) -> list[tuple[Kind, Kind]]:
     return [*zip(kinds, [*kinds[7:], *kinds[:7]], strict=True)]
 
 
-@pytest.mark.full
+@pytest.mark.full(
+    "tests/checkpoint/test_any_to_any.py::test_masters_moments_and_counts_go_from_layout_to_layout_exactly"
+)
 def test_states_over_all_ranks_are_saved_in_parts_that_any_mesh_loads_and_back(pool: Pool, tmp_path: Path) -> None:
     """2 x 2 with states over all four (shards and parts uneven and empty), 2 x 2, 1 x 4, one rank."""
     over_all = Kind(stage=2, tier="device", ranks=4, replicate=2, optimizer_shard_axes=("replicate", "shard"), **STATES)

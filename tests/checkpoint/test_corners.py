@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import nn
 from training_loops import params_of, sharded_net, train, unequal
+from written_checkpoints import names
 
 from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError, ZeroConfig, make_mesh, shard
 
@@ -105,7 +108,7 @@ def ended(program: str, folder: Path) -> tuple[int, str]:
     return run.returncode, run.stderr
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/checkpoint/test_corners.py::test_a_program_that_ends_within_a_save_says_that_it_is_lost")
 def test_a_program_that_closes_nothing_ends_quietly(tmp_path: Path) -> None:
     assert ended(UNCLOSED, tmp_path / "made") == (0, "")
     assert (tmp_path / "made" / "step_00000001" / "manifest.json").is_file()
@@ -132,3 +135,40 @@ def closed_on_a_bad_save(rank: int, ranks: int, folder: Path) -> str:
 
 def test_closing_raises_the_error_of_the_last_save(pool: Pool, tmp_path: Path) -> None:
     assert "step_00000001" in pool.run(closed_on_a_bad_save, 1, tmp_path / "bad")[0]
+
+
+HOST = socket.gethostname()
+
+
+def seeing(rank: int, ranks: int, folder: Path) -> list[str]:
+    """Of saving in folders of which ranks 2 and 3 have another, and of resuming from one that they do not have."""
+    here = folder / ("one" if rank < 2 else "other")
+    sharded, found = sharded_net(stage=3), list[str]()
+    optim = AdamW(sharded)
+    try:
+        Checkpointer(CheckpointConfig(folder=str(here), every=1), sharded, optim)
+    except CheckpointError as error:
+        found.append(str(error))
+    with Checkpointer(CheckpointConfig(folder=str(folder / "shared"), every=1), sharded, optim) as checkpoints:
+        checkpoints.save(1, {})
+        checkpoints.finish()
+        if rank == 0:
+            shutil.copytree(folder / "shared", folder / "one" / "copy")
+        try:
+            checkpoints.resume(str(here / "copy"))
+        except CheckpointError as error:
+            found.append(str(error))
+        resumed = checkpoints.resume("auto")
+        assert resumed is not None
+        assert resumed.step == 1
+    return found
+
+
+def test_ranks_that_see_another_folder_are_named_with_their_machines(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    seen = f"seen by ranks 0-1 on {HOST}, but not by ranks 2-3 on {HOST}: checkpoint.folder must name one folder that"
+    for rank, (saving, resuming) in enumerate(pool.run(seeing, 4, tmp_path)):
+        here = tmp_path / ("one" if rank < 2 else "other")
+        assert saving.startswith(f"{here}: {seen} all nodes share")
+        assert resuming.startswith(f"{here}/copy/step_00000001: {seen}")
+    assert names(tmp_path / "one") == names(tmp_path / "other") == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import by_hand
 import pytest
 import small_decoders
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, empty
 from training_loops import masters_of, params_of, sharded_net, train
+from written_checkpoints import data_name, flip, in_rows, write
 
 from dzero import AdamW, CheckpointConfig, Checkpointer, CheckpointError, DcpReader
 
@@ -40,6 +40,15 @@ def saved(rank: int, ranks: int, folder: Path) -> tuple[dict[str, dict[str, Tens
         checkpoints.save(3, {})
         checkpoints.finish()
     return states_of(sharded, optim), params_of(sharded)
+
+
+@pytest.fixture(scope="module")
+def held(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """A checkpoint of two ranks, its states, and its working copies."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, *pool.run(saved, 2, folder)[0]
 
 
 def read_both_ways(rank: int, ranks: int, folder: Path, shapes: dict[str, torch.Size]) -> list[dict[str, Any]]:
@@ -66,10 +75,11 @@ def placed(shape: torch.Size, mesh: Any, cut: tuple[Placement, Placement]) -> DT
     return empty(*shape, device_mesh=mesh, placements=[first, Replicate() if first == second else second]).fill_(-77.0)
 
 
-def test_torchs_loader_and_ours_read_the_same_bits_for_any_cut(pool: Pool, tmp_path: Path) -> None:
-    want, _ = pool.run(saved, 3, tmp_path)[0]
+@pytest.mark.full("tests/checkpoint/test_dcp.py::test_a_program_without_dzero_gets_the_working_copies_to_the_bit")
+def test_torchs_loader_and_ours_read_the_same_bits_for_any_cut(pool: Pool, held: Any) -> None:
+    folder, want, _ = held
     shapes = {name: value.shape for name, value in want["master"].items()}
-    for of_rank in pool.run(read_both_ways, 4, tmp_path, shapes):
+    for of_rank in pool.run(read_both_ways, 4, folder, shapes):
         for found in of_rank:
             for key, values in want.items():
                 assert found[key].keys() == values.keys()
@@ -86,16 +96,16 @@ def plain_program(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
-def test_a_program_without_dzero_gets_the_working_copies_to_the_bit(pool: Pool, tmp_path: Path) -> None:
-    _, want = pool.run(saved, 3, tmp_path)[0]
-    for found in pool.run(plain_program, 2, tmp_path):
+def test_a_program_without_dzero_gets_the_working_copies_to_the_bit(pool: Pool, held: Any) -> None:
+    folder, _, want = held
+    for found in pool.run(plain_program, 3, folder):
         assert found.keys() == want.keys()
         assert all(torch.equal(found[name].view(torch.int16), want[name].view(torch.int16)) for name in want)
 
 
 def test_what_cannot_be_read_is_refused_and_named(tmp_path: Path) -> None:
     tensors = {"master.a": torch.arange(12.0).view(4, 3), "buffer.n": torch.arange(4), "param.b": torch.ones(2)}
-    reader = DcpReader(by_hand.write(tmp_path / "ck", tensors, ranks=2))
+    reader = DcpReader(write(tmp_path / "ck", in_rows(tensors, 2)))
 
     def load(**asked: Any) -> None:
         dcp.load(asked, storage_reader=reader, no_dist=True)
@@ -115,13 +125,11 @@ def test_what_cannot_be_read_is_refused_and_named(tmp_path: Path) -> None:
     asked = {"a": torch.zeros(4, 3), "c": torch.ones(1)}
     dcp.load(asked, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
     assert torch.equal(asked["a"], tensors["master.a"])
-    data = tmp_path / "ck" / "rank_00001.safetensors"
-    sound = data.read_bytes()
-    data.write_bytes(sound[:-20] + bytes([sound[-20] ^ 1]) + sound[-19:])
-    with pytest.raises(CheckpointException, match=r"rank_00001.safetensors: block 0, .* is not what was written"):
+    flip(tmp_path / "ck" / data_name(1), -8 * 25)  # of master.a, which lies first, before 16 bytes of n and 4 of b
+    with pytest.raises(CheckpointException, match=r"rank_00001.safetensors: block 1, .* is not what was written"):
         load(a=torch.zeros(4, 3))
     with pytest.raises(CheckpointError, match="no checkpoint"):
         DcpReader(tmp_path)
-    twice = by_hand.write(tmp_path / "twice", {"master.w": torch.ones(1), "master.master.w": torch.ones(1)})
+    twice = write(tmp_path / "twice", in_rows({"master.w": torch.ones(1), "master.master.w": torch.ones(1)}, 1))
     with pytest.raises(CheckpointError, match=r"master.w is both a parameter and the state master.w: rename it"):
         DcpReader(twice)

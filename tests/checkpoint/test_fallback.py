@@ -2,153 +2,118 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool, WorkerError
-from small_runs import ROOT, Told, settled, train, write_text
+from small_runs import settled, train, write_text
+from torch import nn
 from train_runs import SMALLEST
+from training_loops import snapshot, unequal
+from typed_commands import refused, typed
+from written_checkpoints import LATEST, MANIFEST, body_of, data_name, flip, index_name, names, reseal, write_sealed
 
-from dzero.checkpoint import saver
-from dzero.checkpoint.config import ResumeConfig
-from dzero.checkpoint.format import MANIFEST, data_name, index_name, seal
-from dzero.checkpoint.store import LATEST, CheckpointStore
-from dzero.config import RunConfig
-from dzero.trainer.trainer import Trainer
+import dzero
+from dzero import CheckpointConfig, Checkpointer, CheckpointError
 
-SECONDS, BLOCK = 400.0, 4096
-SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "checkpoint.every=1", "checkpoint.keep=9"]
 NEWEST, BEFORE = "step_00000004", "step_00000003"
-HELD_BACK = "zero.stage=2 offload=host offload.overlap=delayed offload.delay_warmup_steps=1"
-KINDS = {
-    "stage 3": "zero.stage=3",
-    "states on disk": "zero.stage=3 offload=infinity offload.disk.paths=[{folder}] offload.disk.block_bytes=8192",
-    "shared states": "zero.stage=2 mesh.replicate=2 zero.optimizer_shard_axes=[replicate,shard]",
-    "one step stale": HELD_BACK,
-    "fp16": "zero.stage=1 precision=fp16 scaler.init=1e8 scaler.growth_interval=2",
+HOST = {"grad": "host", "master": "host", "moments": "host"}
+KINDS: dict[str, dict[str, Any]] = {
+    "stage 3": {"stage": 3},
+    "states on disk": {"stage": 3, "offload": dict.fromkeys([*HOST, "param"], "disk")},
+    "one step stale": {"stage": 2, "offload": HOST | {"overlap": "delayed", "delay_warmup_steps": 1}},
+    "shared states": {"stage": 2, "optimizer_shard_axes": ["replicate", "shard"]},
+    "fp16": {"stage": 1, "precision": "fp16"},
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("data") / "words.txt")
+class Loop:
+    """A loop of one's own; of this width, files have several blocks of 512 KiB, the largest with this staging."""
 
+    def __init__(self, kind: dict[str, Any], folder: Path, width: int = 512) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(384, width), nn.Tanh(), nn.Linear(width, 384))
+        offload, scratch = dict(kind.get("offload", {})), folder.parent / "scratch"
+        if "disk" in offload.values():
+            scratch.mkdir(exist_ok=True)
+            offload["disk"] = dzero.DiskConfig(paths=[str(scratch)], block_bytes=8192)
+        zero = dzero.ZeroConfig(stage=kind["stage"], optimizer_shard_axes=kind.get("optimizer_shard_axes", ["shard"]))
+        mesh = dzero.make_mesh("cpu", replicate=2 if "optimizer_shard_axes" in kind else 1)
+        precision = dzero.PrecisionConfig(param=kind.get("precision", "bf16"))
+        self.sharded = dzero.shard(model, zero, precision=precision, offload=dzero.OffloadConfig(**offload), mesh=mesh)
+        scaler = dzero.ScalerConfig(init=2.0**20, growth_interval=2)
+        self.optim = dzero.AdamW(self.sharded, lr=1e-2, scaler=scaler)
+        config = CheckpointConfig(folder=str(folder), keep=9, staging_bytes=1 << 20)
+        self.checkpoints = Checkpointer(config, self.sharded, self.optim)
 
-def in_small_blocks(rank: int, ranks: int, run: RunConfig, folder: Path) -> Told:
-    """A whole run, whose files have many blocks."""
-    before, saver.BLOCK_BYTES = saver.BLOCK_BYTES, BLOCK
-    try:
-        return train(rank, ranks, run, folder)
-    finally:
-        saver.BLOCK_BYTES = before
-
-
-def ran(pool: Pool, text: Path, folder: Path, *words: str) -> list[Told]:
-    ranks = 4 if "mesh.replicate=2" in words else 2
-    run = settled(text, *SMALL, *words, f"launch.workers={ranks}", f"checkpoint.folder={folder}")
-    told: list[Told] = pool.run(in_small_blocks, ranks, run, folder.parent, timeout_s=SECONDS)
-    return told
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def tensors(folder: Path) -> list[bytes]:
-    files = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
-    assert len(files) >= 2
-    return files
+    def steps(self, first: int, last: int, *, saves: bool = False) -> None:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            loss = self.sharded.model(torch.randn(4, 384, generator=generator)).float().square().mean()
+            self.optim.scale_loss(loss).backward()
+            self.optim.step()
+            if saves:
+                self.checkpoints.save(step + 1, {})
+        self.checkpoints.finish()
 
 
 def last_state(folder: Path, rank: int) -> int:
-    """A byte of the last moment in a rank's file."""
-    index = json.loads((folder / index_name(rank)).read_bytes())["body"]
-    parts = [part for name, part in index["parts"].items() if name.startswith("exp_avg")]
-    return int(index["data_start"] + max(part["end"] for part in parts) - 1)
+    """A bit of the last moment in a rank's file."""
+    index = body_of(folder / index_name(rank))
+    ends = [part["end"] for name, part in index["parts"].items() if name.startswith("exp_avg")]
+    assert max(ends) > 2 * index["block_bytes"]
+    return int(8 * (index["data_start"] + max(ends) - 1))
+
+
+def on_rank_0(do: Callable[[], object]) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        do()
+    dist.barrier()
+
+
+def both_ways(rank: int, ranks: int, kind: dict[str, Any], folder: Path) -> tuple[list[str], list[str]]:
+    """What differs between passing over the newest and resuming from the one before; what the former is told."""
+    loop = Loop(kind, folder)
+    loop.steps(0, 4, saves=True)
+    loop.checkpoints.close()
+    on_rank_0(lambda: flip(folder / NEWEST / data_name(1), last_state(folder / NEWEST, 1)))
+    ends, notes = [], []
+    for which in (str(folder / BEFORE), "auto"):
+        loop = Loop(kind, folder)
+        resumed = loop.checkpoints.resume(which)
+        assert resumed is not None
+        assert resumed.step == 3
+        notes = resumed.notes
+        loop.steps(3, 5)
+        loop.optim.synchronize()
+        ends.append(snapshot(loop.sharded, loop.optim))
+        loop.checkpoints.close()
+    return unequal(*ends), notes
 
 
 @pytest.mark.product(keep=2)
-@pytest.mark.parametrize("line", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_damage_that_only_one_rank_meets_late_leaves_the_bits_of_resuming_from_the_one_before(
-    pool: Pool, text: Path, tmp_path: Path, line: str
+    pool: Pool, tmp_path: Path, kind: dict[str, Any]
 ) -> None:
     """The last block of rank 1's states: by then it has taken the others, and rank 0 all of its own."""
-    words = line.replace("{folder}", str(tmp_path)).split()
-    made = tmp_path / "made"
-    ran(pool, text, made, *words, "train.steps=4")
-    damaged, direct = tmp_path / "damaged", tmp_path / "direct"
-    for folder in (damaged, direct):
-        shutil.copytree(made, folder)
-    flip(damaged / NEWEST / data_name(1), last_state(damaged / NEWEST, 1))
-    want = ran(pool, text, direct, *words, "train.steps=6", f"resume={direct / BEFORE}")
-    found = ran(pool, text, damaged, *words, "train.steps=6", "resume=auto")
-    assert [told.losses for told in found] == [told.losses for told in want]
-    assert len(found[0].losses) == 3
-    last = "step_00000006"
-    assert tensors(damaged / last) == tensors(direct / last)
-    assert (damaged / NEWEST).is_dir()
+    ranks = 4 if "optimizer_shard_axes" in kind else 2
+    told = pool.run(both_ways, ranks, kind, tmp_path / "checkpoints")
+    assert [differs for differs, _ in told] == [[]] * ranks
+    assert re.search(rf"PASSED OVER .*{NEWEST}: rank 1: .* is not what was written", told[0][1][0])
+    assert [notes for _, notes in told[1:]] == [[]] * (ranks - 1)  # rank 0's is the log
 
 
-@pytest.fixture(scope="module")
-def made(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of steps 1 to 4."""
-    folder = tmp_path_factory.mktemp("made") / "checkpoints"
-    ran(pool, text, folder, "zero.stage=3", "train.steps=4")
-    return folder
-
-
-def command(folder: Path, text: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
-    line = [sys.executable, str(ROOT / "train.py"), *SMALL, "zero.stage=3", f"data.path={text}", *words]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
-
-
-def test_train_py_goes_on_from_the_newest_that_is_whole_and_says_so_but_not_with_strict(
-    made: Path, text: Path, tmp_path: Path
-) -> None:
-    shelf = CheckpointStore(shutil.copytree(made, tmp_path / "checkpoints"))
-    flip(shelf.path / NEWEST / data_name(1), last_state(shelf.path / NEWEST, 1))
-    (shelf.path / BEFORE / index_name(0)).unlink()
-    stopped = command(tmp_path, text, "train.steps=4", "resume=auto", "resume.strict=true")
-    assert stopped.returncode == 1
-    assert stopped.stderr.count("\n") == 1
-    assert re.match(
-        rf"error: rank \d: checkpoints/{NEWEST}/.* is not what was written.*resume.strict=true", stopped.stderr
-    )
-    ended = command(tmp_path, text, "train.steps=4", "resume=auto")
-    assert ended.returncode == 0, ended.stderr
-    for told in (ended.stderr, ended.stdout):
-        assert re.search(
-            rf"PASSED OVER checkpoints/{NEWEST}: rank \d: .*{data_name(1)}: block \d+, .*not what was", told
-        )
-        assert re.search(rf"PASSED OVER checkpoints/{BEFORE}: rank \d: .*{index_name(0)}: No such file", told)
-        assert f"going on from checkpoints/step_00000002 instead: 2 steps before {NEWEST} are made again" in told
-    assert "resumed from checkpoints/step_00000002, after step 2" in ended.stdout
-    assert shelf.latest() == f"{NEWEST}_2"
-    assert {NEWEST, BEFORE} < {*shelf.names()}
-
-
-def resumed(rank: int, ranks: int, run: RunConfig, folder: Path) -> tuple[int, list[str]]:
-    """The step that a run goes on from, and what it is told."""
-    trainer = Trainer(run, folder, torch.device("cpu"))
-    with trainer.saves:
-        return trainer.done_steps, trainer.saves.notes
-
-
-def cut_by_a_byte(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+def cut(path: Path, count: int) -> None:
+    os.truncate(path, count)
 
 
 def replaced(path: Path) -> None:
@@ -157,64 +122,151 @@ def replaced(path: Path) -> None:
     path.mkdir()
 
 
+def linked(path: Path) -> None:
+    """Put a link to the same contents where a file was."""
+    path.rename(path.parent / "elsewhere.json")
+    path.symlink_to("elsewhere.json")
+
+
+def both_flipped(folder: Path) -> None:
+    flip(folder / LATEST, 100)
+    flip(folder / NEWEST / MANIFEST, 300)
+
+
 Change = Callable[[Path], object]
+TAKEN = "the checkpoint that was saved last is taken"
 DAMAGE: dict[str, tuple[Change, int, str]] = {
     "nothing": (lambda f: None, 4, ""),
-    "a flipped bit of the manifest": (lambda f: flip(f / NEWEST / MANIFEST, 40), 3, "its checksum is"),
+    "a flipped bit of the manifest": (lambda f: flip(f / NEWEST / MANIFEST, 300), 3, "its checksum is"),
     "the newest is gone": (lambda f: shutil.rmtree(f / NEWEST), 3, "it is missing"),
-    "data cut short": (lambda f: os.truncate(f / NEWEST / data_name(1), 100), 3, "it was cut short"),
-    "a manifest that lacks its last byte": (lambda f: cut_by_a_byte(f / NEWEST / MANIFEST), 3, "it is not what dzero"),
-    "an index of many megabytes": (lambda f: os.truncate(f / NEWEST / index_name(0), 1 << 27), 3, "more than the"),
-    "a folder in place of data": (lambda f: replaced(f / NEWEST / data_name(0)), 3, "it is no regular file"),
-    "a flipped bit of the pointer": (lambda f: flip(f / LATEST, 12), 4, "the checkpoint that was saved last is taken"),
-    "the pointer and the newest manifest": (
-        lambda f: (flip(f / LATEST, 12), flip(f / NEWEST / MANIFEST, 40)),
+    "data cut short": (lambda f: cut(f / NEWEST / data_name(1), 100), 3, "it was cut short"),
+    "a manifest that lacks its last byte": (
+        lambda f: cut(f / NEWEST / MANIFEST, (f / NEWEST / MANIFEST).stat().st_size - 1),
         3,
-        f"passed over: .*{NEWEST}/{MANIFEST}",
+        "it is not what dzero",
     ),
+    "an index of many megabytes": (lambda f: cut(f / NEWEST / index_name(0), 1 << 27), 3, "more than the"),
+    "a folder in place of data": (lambda f: replaced(f / NEWEST / data_name(0)), 3, "it is no regular file"),
+    "a flipped bit of the pointer": (lambda f: flip(f / LATEST, 100), 4, TAKEN),
+    "a pointer cut to nothing": (lambda f: cut(f / LATEST, 0), 4, TAKEN),
+    "a link in place of the pointer": (lambda f: linked(f / LATEST), 4, TAKEN),
+    "a folder in place of the pointer": (lambda f: replaced(f / LATEST), 4, TAKEN),
+    "a pointer that names no checkpoint": (lambda f: write_sealed(f / LATEST, {"name": f"../{BEFORE}"}), 4, TAKEN),
+    "a missing pointer": (lambda f: (f / LATEST).unlink(), 4, ""),
+    "the pointer and the newest manifest": (both_flipped, 3, f"passed over: .*{NEWEST}/{MANIFEST}"),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_whatever_is_damaged_is_named_and_the_run_goes_on(
-    pool: Pool, made: Path, text: Path, tmp_path: Path, kind: str
+def resumed_from(rank: int, ranks: int, folders: list[Path], strict: bool) -> list[tuple[int, list[str]]]:
+    """The step that each of `folders` gives, and what is told; step -1 and the error where none is given."""
+    found = []
+    for folder in folders:
+        loop = Loop(KINDS["stage 3"], folder, width=8)
+        try:
+            resumed = loop.checkpoints.resume("auto", strict=strict)
+            assert resumed is not None
+            found.append((resumed.step, resumed.notes))
+        except CheckpointError as error:
+            found.append((-1, [str(error)]))
+        loop.checkpoints.close()
+    return found
+
+
+def saved(rank: int, ranks: int, folder: Path) -> None:
+    loop = Loop(KINDS["stage 3"], folder, width=8)
+    loop.steps(0, 4, saves=True)
+    loop.checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def made(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of steps 1 to 4 of a loop on two ranks."""
+    folder = tmp_path_factory.mktemp("made") / "checkpoints"
+    pool.run(saved, 2, folder)
+    return folder
+
+
+def test_whatever_is_damaged_is_named_and_the_run_goes_on_but_not_with_strict(
+    pool: Pool, made: Path, tmp_path: Path
 ) -> None:
-    damage, step, said = DAMAGE[kind]
-    folder = Path(shutil.copytree(made, tmp_path / "checkpoints"))
-    damage(folder)
-    run = settled(text, *SMALL, "zero.stage=3", "train.steps=6", "resume=auto", f"checkpoint.folder={folder}")
-    first, second = pool.run(resumed, 2, run, tmp_path, timeout_s=SECONDS)
-    assert (first[0], second[0]) == (step, step)
-    assert re.search(said, "\n".join(first[1]))
-    assert len([note for note in first[1] if "assed over" in note.lower()]) == (1 if step < 4 else 0)
+    folders = [Path(shutil.copytree(made, tmp_path / str(number))) for number in range(len(DAMAGE))]
+    for folder, (damage, _, _) in zip(folders, DAMAGE.values(), strict=True):
+        damage(folder)
+    first, second = pool.run(resumed_from, 2, folders, False)
+    for kind, (step, notes), (others, told), (_, want, said) in zip(
+        DAMAGE, first, second, DAMAGE.values(), strict=True
+    ):
+        assert (step, others, told) == (want, want, []), kind
+        assert re.search(said, "\n".join(notes)), kind
+        assert len([note for note in notes if "assed over" in note.lower()]) == (1 if want < 4 else 0), kind
+    for of_rank in pool.run(resumed_from, 2, folders, True):
+        for kind, (step, notes), (_, want, said) in zip(DAMAGE, of_rank, DAMAGE.values(), strict=True):
+            assert step == (-1 if said else want), kind
+            assert ("resume.strict=true stops here" in "".join(notes)) == bool(said), kind
 
 
-def test_strict_stops_where_the_pointer_is_damaged_too(pool: Pool, made: Path, text: Path, tmp_path: Path) -> None:
+def test_a_folder_where_nothing_opens_does_not_start_anew(pool: Pool, made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made, tmp_path / "checkpoints"))
-    DAMAGE["the pointer and the newest manifest"][0](folder)
-    strict = ["resume=auto", "resume.strict=true", f"checkpoint.folder={folder}"]
-    run = settled(text, *SMALL, "zero.stage=3", "train.steps=6", *strict)
-    with pytest.raises(WorkerError, match=r"resume\.strict=true stops here"):
-        pool.run(resumed, 2, run, tmp_path, timeout_s=SECONDS)
+    for name in names(folder):
+        flip(folder / name / MANIFEST, 300)
+    for pointer, text in ((True, "no checkpoint of this run is whole"), (False, "no checkpoint opens")):
+        if not pointer:
+            flip(folder / LATEST, 100)
+        for of_rank in pool.run(resumed_from, 2, [folder], False):
+            step, (told,) = of_rank[0]
+            assert step == -1
+            assert told.startswith(f"{folder}: {text}; move"), told
+
+
+# By train.py
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "words.txt")
+
+
+SMALL = [*SMALLEST, "launch.workers=1", "launch.threads=1", "zero.stage=3", "checkpoint.every=1", "checkpoint.keep=9"]
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of steps 1 to 4 of a run of one rank."""
+    folder = tmp_path_factory.mktemp("trained") / "checkpoints"
+    pool.run(train, 1, settled(text, *SMALL, "train.steps=4", f"checkpoint.folder={folder}"), folder.parent)
+    return folder
+
+
+def test_train_py_goes_on_from_the_newest_that_is_whole_and_says_so_but_not_with_strict(
+    trained: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "checkpoints"))
+    flip(folder / NEWEST / data_name(0), -1)
+    (folder / BEFORE / index_name(0)).unlink()
+    words = ["train.py", *SMALL, f"data.path={text}", "train.steps=4", "resume=auto"]
+    told = refused(typed(*words, "resume.strict=true", cwd=tmp_path), "resume.strict=true stops here")
+    assert re.match(rf"error: rank \d: checkpoints/{NEWEST}/.* is not what was written", told)
+    ended = typed(*words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    for out in (ended.stderr, ended.stdout):
+        assert re.search(rf"PASSED OVER checkpoints/{NEWEST}: rank \d: .*{data_name(0)}: block \d+, .*not what", out)
+        assert re.search(rf"PASSED OVER checkpoints/{BEFORE}: rank \d: .*{index_name(0)}: No such file", out)
+        assert f"going on from checkpoints/step_00000002 instead: 2 steps before {NEWEST} are made again" in out
+    assert "resumed from checkpoints/step_00000002, after step 2" in ended.stdout
+    assert body_of(folder / LATEST)["name"] == f"{NEWEST}_2"
+    assert {NEWEST, BEFORE} < {*names(folder)}
 
 
 def test_another_model_and_a_newer_format_are_no_damage_and_stop_the_run(
-    pool: Pool, made: Path, text: Path, tmp_path: Path
+    pool: Pool, trained: Path, text: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(made, tmp_path / "checkpoints"))
-    words = [*SMALL, "zero.stage=3", "train.steps=6", "resume=auto", f"checkpoint.folder={folder}"]
+    folder = Path(shutil.copytree(trained, tmp_path / "checkpoints"))
+    words = [*SMALL, "train.steps=6", "resume=auto", f"checkpoint.folder={folder}"]
     with pytest.raises(WorkerError, match=rf"{NEWEST}.*another model"):
-        pool.run(resumed, 2, settled(text, *words, "model.hidden_size=64"), tmp_path, timeout_s=SECONDS)
-    resealed(folder, lambda body: body.update(version=99))
+        pool.run(train, 1, settled(text, *words, "model.hidden_size=64"), tmp_path)
+    reseal(folder / NEWEST / MANIFEST, lambda body: body.update(version=99))
     with pytest.raises(WorkerError, match="install a newer one"):
-        pool.run(resumed, 2, settled(text, *words), tmp_path, timeout_s=SECONDS)
-
-
-def resealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    manifest = folder / NEWEST / MANIFEST
-    body = json.loads(manifest.read_bytes())["body"]
-    change(body)
-    manifest.write_bytes(seal(body)[0])
+        pool.run(train, 1, settled(text, *words), tmp_path)
 
 
 def in_group(**settings: Any) -> Callable[[dict[str, Any]], object]:
@@ -230,13 +282,12 @@ def steps(state: dict[str, Any]) -> None:
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "state.optim": (lambda state: state.update(optim=[]), "Expected `object`, got `array`"),
-    "state.optim.groups[0].params": (lambda state: state["optim"]["groups"][0].update(params=3), "Expected `array`"),
+    "state.optim.groups[0].params": (in_group(params=3), "Expected `array`"),
     "state.optim.skipped_steps": (lambda state: state["optim"].update(skipped_steps="1"), "Expected `int`, got `str`"),
     "state.optim.scaler": (lambda state: state["optim"].update(scaler={"scale": 1}), "no scale of a loss"),
     "state.optim.groups[0]: betas=[5, 5]": (in_group(betas=[5, 5]), "pass two numbers in [0, 1)"),
     "state.optim.groups[0]: lr=-1.0": (in_group(lr=-1.0), "pass a number that is not negative"),
     "state.optim.groups[0]: lr=1e+308": (in_group(lr=1e308), "pass a number up to 1e+06"),
-    "state.optim.groups[0]: weight_decay=1e+300": (in_group(weight_decay=1e300), "pass a number up to 1e+06"),
     "state.optim.groups[0]: eps='x'": (in_group(eps="x"), "pass a number up to 1e+06"),
     "state.optim.states": (steps, "has step=-5, no count of updates"),
     "state": (lambda state: state.pop("extra"), "missing required field `extra`"),
@@ -254,37 +305,34 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-def told_of_all(rank: int, ranks: int, run: RunConfig, folder: Path, cases: list[Path]) -> list[str]:
-    """What a run is told of each of `cases`: the kind of the error, and its text."""
+def told_of_all(rank: int, ranks: int, runs: list[Any], folder: Path) -> list[str]:
+    """What each of `runs` is told: the kind of the error, and its text."""
     found = []
-    for case in cases:
+    for run in runs:
         try:
-            resumed(rank, ranks, _from(run, case), folder)
+            train(rank, ranks, run, folder)
             found.append("nothing is wrong")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
 
 
-def _from(run: RunConfig, source: Path) -> RunConfig:
-    checkpoint = replace(run.checkpoint, every=None, keep=2)
-    return replace(run, checkpoint=checkpoint, resume=ResumeConfig(source=str(source / NEWEST)))
-
-
 def test_a_sealed_manifest_with_wrong_types_is_refused_in_one_line_that_names_the_field(
-    pool: Pool, made: Path, text: Path, tmp_path: Path
+    pool: Pool, trained: Path, text: Path, tmp_path: Path
 ) -> None:
-    cases = [Path(shutil.copytree(made, tmp_path / str(number))) for number in range(len(WRONG))]
+    cases, runs = [tmp_path / str(number) / NEWEST for number in range(len(WRONG))], []
     for case, (change, _) in zip(cases, WRONG.values(), strict=True):
-        resealed(case, lambda body, change=change: change(body["state"]))  # type: ignore[misc]
-    run = settled(text, *SMALL, "zero.stage=3", "train.steps=6")
-    for told in pool.run(told_of_all, 2, run, tmp_path, cases, timeout_s=SECONDS):
-        for line, case, (field, (_, what)) in zip(told, cases, WRONG.items(), strict=True):
-            assert line.startswith(f"CheckpointError: {case / NEWEST / MANIFEST}: {field}"), line
-            assert what in line, line
-            assert "\n" not in line
+        shutil.copytree(trained / NEWEST, case)
+        reseal(case / MANIFEST, lambda body, change=change: change(body["state"]))  # type: ignore[misc]
+        saves = ["train.steps=6", f"resume={case}", f"checkpoint.folder={case.parent}"]
+        runs.append(settled(text, *SMALL, *saves))
+    (told,) = pool.run(told_of_all, 1, runs, tmp_path)
+    for line, case, (field, (_, what)) in zip(told, cases, WRONG.items(), strict=True):
+        assert line.startswith(f"CheckpointError: {case / MANIFEST}: {field}"), line
+        assert what in line, line
+        assert "\n" not in line
 
 
-def test_strict_without_anything_to_resume_from_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"resume\.strict=true has no effect with resume\.source=null"):
-        ResumeConfig(strict=True)
+def test_strict_without_anything_to_resume_from_is_refused(text: Path, tmp_path: Path) -> None:
+    ended = typed("train.py", f"data.path={text}", "resume.strict=true", cwd=tmp_path)
+    refused(ended, "resume.strict=true has no effect with resume.source=null")

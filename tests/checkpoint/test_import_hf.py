@@ -1,178 +1,137 @@
-"""Weights as Hugging Face publishes them become masters and parameters; each rank reads its own bytes."""
+"""Weights as transformers publishes them become masters, and an export gives them back, bit for bit.
+
+A run with a learning rate of 0 keeps its masters; its checkpoint is exported in fp32.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity_cells import whole
 from pool import Pool, WorkerError
+from small_mixtures import mixture
 from small_runs import settled, train, write_text
-from torch import Tensor
-from training_loops import masters_of
+from test_export_hf import exported, tensors
 
-from dzero import AdamW, DiskConfig, OffloadConfig, PrecisionConfig, ZeroConfig, describe, make_mesh, shard
-from dzero.checkpoint.import_hf import blank, fill
-from dzero.models.build import build, count, materialiser, weights_of
-from dzero.models.config import ModelConfig
-from dzero.models.meta_init import MetaInitializer
-from dzero.models.published import published_name
-from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.config import BlockConfig
-from dzero.zero.dtensors import local_of
-from dzero.zero.rounding import to_working
+import dzero
 
-safetensors_torch = pytest.importorskip("safetensors.torch")
-
-LLAMA = ModelConfig(hidden_size=36, layers=3, heads=6, kv_heads=3, ffn_size=50)
-VOCAB = 61
-KINDS: dict[str, dict[str, Any]] = {
-    "stage 3": {"stage": 3},
-    "stage 1, fp32": {"stage": 1, "param": "fp32"},
-    "stage 0": {"stage": 0},
-    "remainder, hybrid": {"stage": 3, "master": "remainder", "replicate": 2},
-    "states over all ranks": {"stage": 2, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")},
-    "tiles": {"stage": 3, "tiles": 3},
-    "host": {"stage": 3, "offload": {"param": "host", "grad": "host", "master": "host", "moments": "host"}},
-    "disk": {"stage": 3, "offload": {"param": "disk", "grad": "disk", "master": "disk", "moments": "disk"}},
+transformers = pytest.importorskip("transformers")
+BYTES = 256
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+OWN = "model.vocab_size=256 model.norm_eps=1e-6 model.weights={source}"
+HF = (
+    "model=hf model.name_or_path={source} model.weights=true model.hidden_size=null model.layers=null "
+    "model.heads=null model.kv_heads=null model.ffn_size=null"
+)
+MOE = (
+    "model=tiny_moe model.hidden_size=32 model.layers=2 model.heads=4 model.kv_heads=2 model.ffn_size=48 "
+    "model.experts=4 model.top_k=2 model.shared_experts=0 model.scores=softmax model.balance=none model.tied=false "
+    "model.vocab_size=256 model.norm_eps=1e-5 model.rope_theta=1e6 model.weights={source}"
+)
+ON_DISK = "offload=infinity offload.disk.paths=[{scratch}] offload.disk.block_bytes=8192"
+WAYS: dict[str, tuple[str, str, int]] = {
+    "llama, stage 3": ("llama", f"{OWN} zero.stage=3", 3),
+    "llama, stage 0": ("llama", f"{OWN} zero.stage=0", 2),
+    "llama, stage 1, fp32": ("llama", f"{OWN} zero.stage=1 precision=fp32", 2),
+    "llama, tiles": ("llama", f"{OWN} zero.stage=3 block.tiles=3", 2),
+    "llama, remainders, hybrid": ("llama", f"{OWN} zero.stage=3 precision=bf16_remainder mesh.replicate=2", 4),
+    "llama, states over all": (
+        "llama",
+        f"{OWN} zero.stage=2 mesh.replicate=2 zero.optimizer_shard_axes=[replicate,shard]",
+        4,
+    ),
+    "llama, host": ("llama", f"{OWN} zero.stage=3 offload=host_all", 2),
+    "llama, disk": ("llama", f"{OWN} zero.stage=3 {ON_DISK}", 2),
+    "gpt2": ("gpt2", f"{HF} zero.stage=3", 2),
+    "qwen2": ("qwen2", f"{HF} zero.stage=1", 2),
+    "mixtral as our mixture, ep": ("mixtral", f"{MOE} zero.stage=3 mesh.ep=2", 2),
+    "mixtral as our mixture": ("mixtral", f"{MOE} zero.stage=1", 1),
+    "mixtral": ("mixtral", f"{HF} zero.stage=3", 2),
+    "qwen3_moe": ("qwen3_moe", f"{HF} zero.stage=1", 2),
+    "qwen2_moe": ("qwen2_moe", f"{HF} zero.stage=3", 1),
+    "olmoe": ("olmoe", f"{HF} zero.stage=3", 2),
+    "deepseek_v3": ("deepseek_v3", f"{HF} zero.stage=3", 2),
 }
+"""What is published, the settings of the run that starts from it, and its ranks."""
+DEFAULT = ("llama, stage 3", "gpt2", "mixtral as our mixture, ep", "deepseek_v3")
 
 
-def published(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """A model with random values in `folder`, written by safetensors' own library; the values by its own names."""
-    model = build(config, VOCAB)
-    materialiser(config, model, seed=7, device="cpu")(model)
-    described = describe(model)
-    assert described is not None
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(described["config"])
-    params = dict(model.named_parameters())
-    state = {published_name(config.kind, name): value for name, value in params.items()}
-    safetensors_torch.save_file(state, folder / "model.safetensors")
-    return {name: value.detach() for name, value in params.items()}
+def theirs(kind: str) -> Any:
+    """A model of transformers with its own random values, for bytes as tokens."""
+    if kind not in ("llama", "gpt2", "qwen2"):
+        return mixture(kind, vocab_size=BYTES, **({"num_local_experts": 4} if kind == "mixtral" else {}))
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4} if kind == "gpt2" else SIZES | {"num_key_value_heads": 1}
+    more = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6} if kind == "llama" else {}
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=BYTES, **sizes, **more)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def started(rank: int, ranks: int, config: ModelConfig, kind: dict[str, Any], scratch: Path) -> tuple[Any, ...]:
-    """Bytes that were read, bytes that this rank keeps; masters, parameters, moments, and how many were trained."""
-    model = build(config, VOCAB)
-    weights = weights_of(config, model)
-    materialise = MetaInitializer(model, seed=0, device="cpu", weights=blank(model, weights))
-    apply_blocks(model, BlockConfig(tiles=kind.get("tiles", 1)), "cpu")
-    tiers = dict(kind.get("offload", {}))
-    if "disk" in tiers.values():
-        tiers["disk"] = DiskConfig(paths=[str(scratch)], block_bytes=8192)
-    sharded = shard(
-        model,
-        ZeroConfig(stage=kind["stage"], optimizer_shard_axes=[*kind.get("optimizer_shard_axes", ("shard",))]),
-        precision=PrecisionConfig(param=kind.get("param", "bf16"), master=kind.get("master", "fp32")),
-        offload=OffloadConfig(**tiers),
-        mesh=make_mesh("cpu", replicate=ranks if kind["stage"] == 0 else kind.get("replicate", 1)),
-        init=materialise,
-    )
-    before = read_bytes()
-    fill(sharded, weights)
-    read = read_bytes() - before
-    kept = sum(local_of(param).numel() for param in sharded.named_params().values())
-    optim = AdamW(sharded, lr=1e-3)
-    masters = masters_of(sharded, optim)
-    moments = [whole(optim.state[p][key]) for p in optim.state for key in ("exp_avg", "exp_avg_sq")]
-    params = {name: whole(param).clone() for name, param in sharded.named_params().items()}
-    tokens = torch.randint(VOCAB, (2, 10), generator=torch.Generator().manual_seed(rank))
-    model(tokens).float().logsumexp(-1).mean().backward()
-    optim.step()
-    optim.synchronize()
-    return read, 4 * kept, masters, params, all(not moment.any() for moment in moments)
+def marked(way: str) -> Any:
+    asks = "tests/checkpoint/test_import_hf.py::test_masters_are_the_published_values_and_are_exported_as_them"
+    return pytest.param(way, marks=[] if way in DEFAULT else pytest.mark.full(asks))
 
 
-def read_bytes() -> int:
-    """By this process so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+@pytest.mark.parametrize("way", [marked(way) for way in WAYS])
+def test_masters_are_the_published_values_and_are_exported_as_them(pool: Pool, tmp_path: Path, way: str) -> None:
+    """By names, dtypes and bits; and transformers loads what is exported."""
+    kind, line, ranks = WAYS[way]
+    model = theirs(kind)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    text = write_text(tmp_path / "words.txt", words=300)
+    words = line.replace("{source}", str(tmp_path / "theirs")).replace("{scratch}", str(tmp_path)).split()
+    saves = ["checkpoint.every=1", f"checkpoint.folder={tmp_path / 'ck'}", "data.held_out=0", "train.steps=1"]
+    run = settled(text, *words, *saves, "optim.lr=0", "schedule.kind=constant", f"launch.workers={ranks}")
+    pool.run(train, ranks, run, tmp_path, timeout_s=300.0)
+    found, want = exported(tmp_path / "ck", tmp_path / "out", "fp32"), tensors(tmp_path / "theirs")
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in want.items())
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.product(keep=3)
-@pytest.mark.parametrize("kind", KINDS)
-def test_masters_are_the_values_and_a_rank_reads_what_it_keeps(pool: Pool, tmp_path: Path, kind: str) -> None:
-    want = published(tmp_path / "model", LLAMA)
-    config, ranks = replace(LLAMA, weights=str(tmp_path / "model")), 4 if "replicate" in KINDS[kind] else 3
-    for read, kept, masters, params, fresh in pool.run(started, ranks, config, KINDS[kind], tmp_path):
-        scratch = kept // 2 if kind == "disk" else 0  # bf16 parameters on disk are read before they are written
-        assert 0 <= read - kept - scratch < 2048  # the reading of the counter itself, wake-ups of threads
-        assert fresh
-        if "tiles" in KINDS[kind]:
-            masters, params = joined(masters), joined(params)
-        assert masters.keys() == params.keys() == want.keys()
-        for name, value in want.items():
-            assert torch.equal(masters[name], value), name
-            assert torch.equal(params[name], to_working(value, params[name].dtype)), name
-
-
-def joined(tiled: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tiles beside each other along the hidden features: rows of gate and up, columns of down."""
-    found: dict[str, Any] = {}
-    for name, value in tiled.items():
-        module, _, rest = name.partition(".tiles.")
-        found.setdefault(f"{module}.{rest.partition('.')[2]}" if rest else name, []).append(value)
-    return {name: torch.cat(parts, 1 if "down" in name else 0) for name, parts in found.items()}
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
-def test_models_of_transformers_start_the_same_way(pool: Pool, tmp_path: Path, kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, num_key_value_heads=2, **sizes)
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB)
-    theirs = transformers.AutoModelForCausalLM.from_config(config)
-    theirs.save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    ours = ModelConfig(kind="hf", name_or_path=str(tmp_path / "model"), weights=True)
-    for read, kept, masters, _, _ in pool.run(started, 2, ours, KINDS["stage 3"], tmp_path):
-        assert 0 <= read - kept < 2048
-        for name, value in theirs.named_parameters():
-            assert torch.equal(masters[f"model.{name}"], value), name
-
-
-def filled_late(rank: int, ranks: int, config: ModelConfig) -> None:
-    model = build(config, VOCAB)
-    weights = weights_of(config, model)
-    fill_all = MetaInitializer(model, seed=0, device="cpu", weights=blank(model, weights))
-    sharded = shard(model, ZeroConfig(stage=3), init=fill_all)
-    optim = AdamW(sharded)
-    fill(sharded, weights)
-    optim.synchronize()
-
-
-def test_a_model_with_an_optimizer_is_not_filled(pool: Pool, tmp_path: Path) -> None:
-    published(tmp_path / "model", LLAMA)
-    with pytest.raises(WorkerError, match="fill it before making one"):
-        pool.run(filled_late, 2, replace(LLAMA, weights=str(tmp_path / "model")))
-
-
-def test_a_run_starts_from_a_folder_with_the_same_losses_at_every_stage(pool: Pool, tmp_path: Path) -> None:
-    text = write_text(tmp_path / "words.txt")
-    sizes = ModelConfig(
-        hidden_size=32, layers=2, heads=2, kv_heads=1, ffn_size=48, vocab_size=256, norm_eps=1e-6, tied=True
-    )
-    values = published(tmp_path / "model", sizes)
-    assert count(build(sizes)) == sum(value.numel() for value in values.values())
-    settings = [f"model.weights={tmp_path / 'model'}", "model.norm_eps=1e-6", "launch.workers=2"]
-
-    def losses(*more: str) -> list[float]:
-        told = pool.run(train, 2, settled(text, *more, "train.steps=2"), tmp_path, timeout_s=300.0)
-        return told[0].losses  # type: ignore[no-any-return]
-
-    first = losses(*settings, "zero.stage=3")
-    assert losses(*settings, "zero.stage=0") == first
-    assert losses(*settings, "zero.stage=2", "train.seed=0", "offload=host") == first
-    assert losses("model.norm_eps=1e-6", "launch.workers=2", "zero.stage=3") != first
-    hf = ["model=hf", f"model.name_or_path={tmp_path / 'model'}", "model.weights=true", "launch.workers=2"]
-    sizeless = [f"model.{key}=null" for key in ("hidden_size", "layers", "heads", "kv_heads", "ffn_size")]
-    theirs = losses(*hf, *sizeless, "zero.stage=3", "precision=fp32")
-    ours = losses(*settings, "zero.stage=3", "precision=fp32")
-    assert theirs == pytest.approx(ours, rel=1e-5)  # the same model in fp32, sums in another order
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+def test_another_model_than_the_published_one_is_refused(pool: Pool, tmp_path: Path) -> None:
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    text = write_text(tmp_path / "words.txt", words=300)
+    run = settled(text, *OWN.replace("{source}", str(tmp_path / "theirs")).split(), "launch.workers=1")
     with pytest.raises(WorkerError, match=r"of another model than this; set model.vocab_size=None"):
-        pool.run(train, 2, settled(text, *settings), tmp_path, timeout_s=300.0)
+        pool.run(train, 1, run, tmp_path)
+
+
+def described(model: Any) -> Any:
+    found = dzero.describe(model)
+    assert found is not None
+    return found
+
+
+def test_a_model_tells_how_it_is_published_by_layer() -> None:
+    layers = "model.layers.#"
+    expert = f"{layers}.block_sparse_moe.experts.*"
+    assert described(mixture("mixtral"))["layout"] == [
+        {"sources": [f"{layers}.mlp.gate.weight"], "targets": [f"{layers}.block_sparse_moe.gate.weight"]},
+        {
+            "sources": [f"{layers}.mlp.experts.gate_up_proj"],
+            "targets": [f"{expert}.w1.weight", f"{expert}.w3.weight"],
+            "steps": [{"operation": "chunk", "dim": 1}, {"operation": "split", "dim": 0}],
+        },
+        {
+            "sources": [f"{layers}.mlp.experts.down_proj"],
+            "targets": [f"{expert}.w2.weight"],
+            "steps": [{"operation": "split", "dim": 0}],
+        },
+    ]
+    assert "layout" not in described(theirs("llama"))
+
+
+def test_a_model_of_ones_own_has_no_layout_there() -> None:
+    class Own(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.linear = torch.nn.Linear(2, 2)
+
+    assert dzero.describe(Own(transformers.LlamaConfig())) is None

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool import Pool
-from shelves import write
-from small_runs import ROOT, settled, train, write_text
+from small_runs import settled, train, write_text
+from torch import nn
 from train_runs import SMALLEST, TORCHRUN
+from typed_commands import refused, typed
+from written_checkpoints import LATEST, LOCK, body_of, names, write_sealed
 
-from dzero import CheckpointError
-from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.selection import candidates, keep, refuse_foreign
-from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore, manifest_at
+import dzero
+from dzero import CheckpointConfig, Checkpointer, CheckpointError
 
-SECONDS = 400.0
-SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "zero.stage=3"]
-A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
+SMALL = [*SMALLEST, "launch.threads=1", "zero.stage=3", "launch.workers=1"]
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +28,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of steps 1 to 4 of a run, and one that it left half-written."""
+    """The checkpoints of steps 1 to 3 of a run, and one that it left half-written."""
     folder = tmp_path_factory.mktemp("made") / "checkpoints"
-    run = settled(
-        text, *SMALL, "train.steps=4", "checkpoint.every=1", "checkpoint.keep=9", f"checkpoint.folder={folder}"
-    )
-    pool.run(train, 2, run, folder.parent, timeout_s=SECONDS)
-    (folder / "step_00000005.partial").mkdir()
+    saves = ["checkpoint.every=1", "checkpoint.keep=9", f"checkpoint.folder={folder}"]
+    pool.run(train, 1, settled(text, *SMALL, "train.steps=3", *saves), folder.parent)
+    (folder / "step_00000004.partial").mkdir()
     return folder
-
-
-def command(folder: Path, text: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """`python train.py` in `folder`."""
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
-    small = [word for word in SMALL if not launcher or "workers" not in word]
-    line = [sys.executable, *launcher, str(ROOT / "train.py"), *small, f"data.path={text}", *words]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -59,128 +46,206 @@ def test_a_run_that_does_not_resume_refuses_the_folder_of_another_and_changes_no
     made: Path, text: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(made, tmp_path / "checkpoints")
-    saving = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=1"]
-    ended = command(tmp_path, text, *saving, "model.hidden_size=64")
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("error: checkpoints: it holds 4 checkpoints of another run (run ")
-    assert (
-        "the newest step_00000004; none was touched: resume=auto goes on from them, checkpoint.folder=NEW"
-        in ended.stderr
-    )
-    assert ended.stderr.count("\n") == 1
+    words = [*SMALL, f"data.path={text}", "checkpoint.every=1", "checkpoint.keep=1"]
+    ended = typed("train.py", *words, "model.hidden_size=64", cwd=tmp_path)
+    told = refused(ended, "error: checkpoints: it holds 3 checkpoints of another run (run ", "the newest step_00000003")
+    assert "none was touched: resume=auto goes on from them, checkpoint.folder=NEW" in told
     assert "step=1" not in ended.stdout
     assert contents(tmp_path / "checkpoints") == contents(made)
 
 
-@pytest.mark.full
-def test_a_run_that_went_back_keeps_its_own_newest_and_leaves_the_branch_that_it_left(
-    made: Path, text: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(made, tmp_path / "checkpoints")
-    saving = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2"]
-    ended = command(tmp_path, text, *saving, "resume=checkpoints/step_00000002")
-    assert ended.returncode == 0, ended.stderr
-    left = ["step_00000003", "step_00000003_2", "step_00000004", "step_00000004_2"]
-    shelf = CheckpointStore(tmp_path / "checkpoints")
-    assert shelf.names() == left
-    assert shelf.latest() == "step_00000004_2"
-    assert candidates(shelf, []) == ["step_00000004_2", "step_00000003_2"]
-    assert {name: data for name, data in contents(shelf.path).items() if name.split("/")[0] in left[::2]} == {
-        name: data for name, data in contents(made).items() if name.split("/")[0] in left[::2]
-    }
-
-
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "--standalone", "--nproc-per-node=2")], ids=["plain", "torchrun"])
+@pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "--standalone", "--nproc-per-node=1")], ids=["plain", "torchrun"])
 def test_a_finished_run_started_again_says_so_and_ends_with_0(
     made: Path, text: Path, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
     shutil.copytree(made, tmp_path / "checkpoints")
-    ended = command(tmp_path, text, "train.steps=4", "checkpoint.every=1", "resume=auto", launcher=launcher)
+    words = [*SMALL, f"data.path={text}", "train.steps=3", "checkpoint.every=1", "resume=auto"]
+    program = str(Path(__file__).parents[2] / "train.py")
+    ended = typed(*launcher, program, *(word for word in words if not launcher or "workers" not in word), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert "nothing is left to train: 4 steps were made, train.steps=4\n" in ended.stdout
+    assert "nothing is left to train: 3 steps were made, train.steps=3\n" in ended.stdout
     assert "step=" not in ended.stdout
-    assert CheckpointStore(tmp_path / "checkpoints").names() == CheckpointStore(made).names()
+    assert names(tmp_path / "checkpoints") == names(made)
 
 
-@pytest.mark.full
-def test_every_run_of_a_sweep_saves_in_its_own_output_folder(text: Path, tmp_path: Path) -> None:
-    sweep_of = ["train.seed=0,1", "train.steps=1", "checkpoint.every=1"]
-    ended = command(tmp_path, text, *sweep_of, "--multirun")
+@pytest.mark.full("tests/checkpoint/test_lineage.py::test_a_run_keeps_and_resumes_from_its_own_line_alone")
+@pytest.mark.parametrize("shared", [False, True])
+def test_runs_of_a_sweep_save_in_folders_of_their_own(text: Path, tmp_path: Path, shared: bool) -> None:
+    """In their output folders, or in one each of an absolute folder; they lose nothing of each other."""
+    kept = tmp_path / "kept"
+    words = [*SMALL, f"data.path={text}", "train.seed=0,1", "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1"]
+    where = [f"checkpoint.folder={kept}"] if shared else []
+    ended = typed("train.py", *words, *where, "--multirun", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    (sweep,) = (tmp_path / "multirun").glob("*/*")
-    folders = [sweep / f"train.seed={seed}" / "checkpoints" for seed in (0, 1)]
-    assert [CheckpointStore(folder).names() for folder in folders] == [["step_00000001"]] * 2
+    if shared:
+        shelves = sorted(kept.iterdir())
+    else:
+        (sweep,) = (tmp_path / "multirun").glob("*/*")
+        shelves = [sweep / f"train.seed={seed}" / "checkpoints" for seed in (0, 1)]
+    assert [names(shelf) for shelf in shelves] == [["step_00000002"]] * 2
+    assert len({body_of(shelf / "step_00000002" / "manifest.json")["run"] for shelf in shelves}) == 2
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.full
-def test_runs_of_a_sweep_share_an_absolute_folder_and_lose_nothing_of_each_other(text: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    saving = ["train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", f"checkpoint.folder={kept}"]
-    ended = command(tmp_path, text, "train.seed=0,1", *saving, "launch.workers=1", "--multirun")
-    assert ended.returncode == 0, ended.stderr
-    shelves = [CheckpointStore(kept / f"train.seed={seed}") for seed in (0, 1)]
-    assert sorted(kept.iterdir()) == [shelf.path for shelf in shelves]
-    assert [shelf.names() for shelf in shelves] == [["step_00000002"]] * 2
-    runs = {manifest_at(shelf.path / "step_00000002").origin for shelf in shelves}
-    assert len(runs) == 2
+# The rules, by runs that save nothing but their steps
 
 
-# The rules, on manifests alone
+class Shelf:
+    """A folder of checkpoints, and runs of a small model that save there; names are of steps, and of attempts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, *saves: tuple[int, Any] | int, resume: str = "", **settings: Any) -> list[str]:
+        """A run that may resume, and saves steps, with held-out losses where they are given; what is there then.
+
+        Without `resume`, it is another run, whose checkpoints come from a folder of their own.
+        """
+        folder = self.folder if resume or not names(self.folder) else self.folder.parent / "another"
+        sharded = dzero.shard(nn.Linear(2, 2), stage=1, precision="fp32")
+        config = CheckpointConfig(folder=str(folder), **{"keep": 9, **settings})
+        with Checkpointer(config, sharded, dzero.AdamW(sharded)) as checkpoints:
+            if resume:
+                found = checkpoints.resume("auto" if resume == "auto" else str(self.folder / resume))
+                assert found is not None
+                self.resumed = found.path.name
+            for save in saves:
+                step, loss = save if isinstance(save, tuple) else (save, None)
+                checkpoints.save(step, {"held_out_loss": loss})
+            best = checkpoints.best()
+            self.best = None if best is None else best.name
+        if folder != self.folder:
+            for name in names(folder):
+                (folder / name).rename(self.folder / name)
+            shutil.copy(folder / LATEST, self.folder / LATEST)
+            shutil.rmtree(folder)
+        return self.steps()
+
+    def steps(self) -> list[str]:
+        return [name.removeprefix("step_").lstrip("0") for name in names(self.folder)]
+
+    def pointer(self) -> Any:
+        return body_of(self.folder / LATEST)
+
+    def goes_on_from(self, count: int) -> list[str]:
+        """What a run would resume from, one after the other as each loses its data; the folder is then as it was."""
+        found: list[str] = []
+        aside = self.folder.parent / "aside"
+        shutil.copytree(self.folder, aside)
+        for _ in range(count):
+            self.run(resume="auto")
+            found.append(self.resumed.removeprefix("step_").lstrip("0"))
+            (self.folder / self.resumed / "rank_00000.safetensors").unlink()
+        shutil.rmtree(self.folder)
+        aside.rename(self.folder)
+        return found
 
 
-def shelf_of(folder: Path, *saved: tuple[Lineage, int]) -> CheckpointStore:
-    """Checkpoints of nothing, saved one after the other."""
-    for lineage, step in saved:
-        write(folder, step, [{}], lineage=lineage)
-    return CheckpointStore(folder)
+def branches(shelf: Shelf) -> None:
+    """A run that went back, another run's checkpoint, and a run that went on from the branch."""
+    shelf.run(5, 10, 20)
+    shelf.run(30)
+    shelf.run(12, 16, resume="step_00000010")
+    assert shelf.goes_on_from(4) == ["16", "12", "10", "5"]
+    assert shelf.run(17, resume="auto", keep=2) == ["16", "17", "20", "30"]
+    assert shelf.run(18, resume="step_00000016", keep=1) == ["17", "18", "20", "30"]
 
 
-def test_steps_of_an_abandoned_branch_and_of_another_run_neither_count_nor_go(tmp_path: Path) -> None:
-    first, back, other = Lineage(A), Lineage(B, ((A, 10),)), Lineage(C)
-    shelf = shelf_of(
-        tmp_path, (first, 5), (first, 10), (first, 20), (other, 30), (Lineage(), 40), (back, 12), (back, 16)
-    )
-    assert keep(shelf, 2, back) == ["step_00000005", "step_00000010"]
-    assert shelf.names() == [f"step_{step:08d}" for step in (12, 16, 20, 30, 40)]
-    assert candidates(shelf, []) == ["step_00000016", "step_00000012"]
-    again = Lineage(D, ((A, 10), (B, 16)))
-    assert keep(shelf, 1, again) == ["step_00000012"]  # 16 is what the pointer names
-    assert keep(shelf, 1, other) == []
+def not_pointed_to(shelf: Shelf) -> None:
+    """What was saved after the pointer was moved for the last time counts, on the pointer's branch."""
+    shelf.run(10, 20)
+    first = shelf.pointer()
+    shelf.run(12, resume="step_00000010")
+    before = shelf.pointer()
+    shelf.run(14, resume="auto")
+    write_sealed(shelf.folder / LATEST, before)
+    assert shelf.goes_on_from(3) == ["14", "12", "10"]
+    write_sealed(shelf.folder / LATEST, first)
+    assert shelf.goes_on_from(2) == ["20", "10"]
+    (shelf.folder / LATEST).unlink()
+    assert shelf.goes_on_from(3) == ["14", "12", "10"]  # 14 was saved last
 
 
-def test_what_was_saved_but_not_pointed_to_is_resumed_from_and_only_on_the_pointers_branch(tmp_path: Path) -> None:
-    first, back = Lineage(A), Lineage(B, ((A, 10),))
-    shelf = shelf_of(tmp_path, (first, 10), (first, 20), (back, 12), (back, 14))
-    shelf.point("step_00000012", back)
-    assert candidates(shelf, []) == ["step_00000014", "step_00000012", "step_00000010"]
-    shelf.point("step_00000020", first)
-    assert candidates(shelf, []) == ["step_00000020", "step_00000010"]
-    (tmp_path / LATEST).unlink()
-    assert candidates(shelf, []) == ["step_00000014", "step_00000012", "step_00000010"]  # 14 was saved last
+def lost(shelf: Shelf) -> None:
+    """A lost checkpoint that the pointer names is followed by its ancestors."""
+    shelf.run(90)
+    shelf.run(5, 10, 15)
+    shelf.run(12, resume="step_00000010")
+    shutil.rmtree(shelf.folder / "step_00000012")
+    assert shelf.goes_on_from(2) == ["10", "5"]
 
 
-def test_a_lost_checkpoint_that_the_pointer_names_is_followed_by_its_ancestors(tmp_path: Path) -> None:
-    first, again = Lineage(A), Lineage(B, ((A, 10),))
-    shelf = shelf_of(tmp_path, (Lineage(C), 90), (first, 5), (first, 10), (first, 15), (again, 12))
-    shutil.rmtree(tmp_path / "step_00000012")
-    assert candidates(shelf, []) == ["step_00000012", "step_00000010", "step_00000005"]
+def again(shelf: Shelf) -> None:
+    """The same step saved again sorts behind what is there."""
+    shelf.run(4, 5)
+    shelf.run(5, resume="step_00000004")
+    assert shelf.run(5, resume="step_00000004") == ["4", "5", "5_2", "5_3"]
+    shutil.rmtree(shelf.folder / "step_00000005")
+    assert shelf.run(5, 3, resume="step_00000004") == ["3", "4", "5_2", "5_3", "5_4"]
 
 
-def test_a_checkpoint_of_another_folder_opens_no_folder_of_another_run(tmp_path: Path) -> None:
-    mine, foreign = shelf_of(tmp_path / "mine", (Lineage(A), 10)), shelf_of(tmp_path / "foreign", (Lineage(C), 5))
-    source = mine.path / "step_00000010"
-    lineage = manifest_at(source).origin.resumed(manifest_at(source).step)
-    refuse_foreign(mine, lineage, source)
-    refuse_foreign(CheckpointStore(tmp_path / "new"), lineage, source)
-    shutil.copytree(mine.path, tmp_path / "copy")
-    refuse_foreign(CheckpointStore(tmp_path / "copy"), lineage, source)  # its own ancestors
-    for each in (lineage, Lineage(D)):
-        with pytest.raises(
-            CheckpointError, match=r"it holds 1 checkpoints of another run \(run cccccccc\), the newest"
-        ):
-            refuse_foreign(foreign, each, source if each is lineage else None)
-    (foreign.path / "step_00000005" / "manifest.json").write_bytes(b"?")
-    with pytest.raises(CheckpointError, match="it holds 1 checkpoints of another run, the newest step_00000005"):
-        refuse_foreign(foreign, Lineage(D), None)
+def foreign(shelf: Shelf) -> None:
+    """A checkpoint of another folder opens no folder of another run; a copy of its own folder is its own."""
+    shelf.run(10)
+    shutil.copytree(shelf.folder, shelf.folder.parent / "copy")
+    other = Shelf(shelf.folder.parent / "other")
+    other.run(5)
+    sharded = dzero.shard(nn.Linear(2, 2), stage=1, precision="fp32")
+    optim = dzero.AdamW(sharded)
+    for folder, text in ((other.folder, "it holds 1 checkpoints of another run (run "), ("copy", ""), ("new", "")):
+        config = CheckpointConfig(folder=str(shelf.folder.parent / folder))
+        with Checkpointer(config, sharded, optim) as checkpoints:
+            checkpoints.resume(str(shelf.folder / "step_00000010"))
+            if text:
+                with pytest.raises(CheckpointError) as told:
+                    checkpoints.begin()
+                assert text in str(told.value)
+            else:
+                checkpoints.begin()
+    (other.folder / "step_00000005" / "manifest.json").write_bytes(b"?")
+    with Checkpointer(CheckpointConfig(folder=str(other.folder)), sharded, optim) as checkpoints:
+        with pytest.raises(CheckpointError) as told:
+            checkpoints.begin()
+        assert "it holds 1 checkpoints of another run, the newest step_00000005" in str(told.value)
+
+
+def best_stays(shelf: Shelf) -> None:
+    """The best stays beside the last ones until there is a better one; what is no number is no loss."""
+    assert shelf.run((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, 1.0), keep=1, keep_best=True) == ["2", "5"]
+    assert shelf.best == "step_00000002"
+    assert shelf.run((6, 0.5), (7, 0.75), resume="auto", keep=1, keep_best=True) == ["6", "7"]
+    for number, loss in enumerate((True, "1.0", [1.0], {"loss": 1.0}, float("nan"))):
+        shelf.run((8 + number, loss), resume="auto", keep=1, keep_best=True)
+        assert shelf.best == "step_00000006"
+    assert shelf.run(20, resume="auto", keep=1) == ["20"]
+    assert shelf.best is None
+
+
+def best_of_others(shelf: Shelf) -> None:
+    """The best of other runs and branches neither counts nor goes."""
+    shelf.run((1, 4.0), (2, 3.0), (3, 1.0))
+    shelf.run((4, 0.5))
+    assert shelf.run((5, 3.5), (6, 3.6), resume="step_00000002", keep=1, keep_best=True) == ["2", "3", "4", "6"]
+    assert shelf.best == "step_00000002"
+
+
+RULES: tuple[Callable[[Shelf], None], ...] = (
+    branches,
+    not_pointed_to,
+    lost,
+    again,
+    foreign,
+    best_stays,
+    best_of_others,
+)
+
+
+def by_the_rules(rank: int, ranks: int, folder: Path) -> None:
+    for rule in RULES:
+        (folder / rule.__name__).mkdir()
+        rule(Shelf(folder / rule.__name__ / "shelf"))
+
+
+def test_a_run_keeps_and_resumes_from_its_own_line_alone(pool: Pool, tmp_path: Path) -> None:
+    pool.run(by_the_rules, 1, tmp_path)

@@ -164,22 +164,6 @@ def test_settings_of_generation_are_exported_and_no_embedding_is_resized(pool: P
         assert (found.max_new_tokens, found.do_sample, found.temperature) == (7, True, 0.5)
 
 
-def own_checkpoint(rank: int, ranks: int, folder: Path) -> None:
-    sharded, optim = trained("llama")
-    with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
-        checkpoints.save(2, {"model": dzero.describe(sharded.model)})
-        checkpoints.finish()
-
-
-def test_a_checkpoint_of_a_loop_of_ones_own_is_exported(pool: Pool, tmp_path: Path) -> None:
-    pool.run(own_checkpoint, 2, tmp_path / "checkpoints")
-    want = pool.run(saved, 2, "llama", "none", tmp_path / "out")[0]
-    ran = command("export", tmp_path / "checkpoints", tmp_path / "exported", "--dtype", "bf16")
-    assert ran.returncode == 0, ran.stderr
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
-    assert all(torch.equal(value, want[name]) for name, value in loaded.state_dict().items())
-
-
 def refused(rank: int, ranks: int, folder: Path) -> list[str]:
     """Return what each rank is told: of a folder that is there, and of a model without a published layout."""
     told = []

@@ -5,43 +5,31 @@ DZERO_DAMAGES=300 pytest -m slow tests/stress/test_damages.py      writes benchm
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from pool import Pool
 from rows import SMALL, WAYS, count, words, write_row
-from small_runs import settled, write_text
+from small_runs import settled, train, write_text
+from written_checkpoints import LATEST, MANIFEST, body_of, data_name, flip, index_name
 
-from dzero.checkpoint import saver
-from dzero.checkpoint.format import MANIFEST, data_name, index_name
-from dzero.checkpoint.store import LATEST
-from dzero.config import RunConfig
-from dzero.trainer.trainer import Trainer
-
-SEED, SECONDS, LAST = 0, 600.0, 6
+SEED, LAST = 0, 6
 
 
 def flipped(path: Path, draw: random.Random, start: int = 0) -> None:
     """Flip one bit at or behind `start`."""
-    bit = draw.randrange(8 * start, 8 * path.stat().st_size)
-    with path.open("r+b", buffering=0) as file:
-        (byte,) = os.pread(file.fileno(), 1, bit // 8)
-        os.pwrite(file.fileno(), bytes([byte ^ 1 << bit % 8]), bit // 8)
+    flip(path, draw.randrange(8 * start, 8 * path.stat().st_size))
 
 
 def in_data(folder: Path, draw: random.Random) -> None:
     """Flip a bit of a tensor that a resumed run reads; a header is for other programs."""
     rank = draw.randrange(2)
-    start = json.loads((folder / index_name(rank)).read_bytes())["body"]["data_start"]
-    flipped(folder / data_name(rank), draw, start)
+    flipped(folder / data_name(rank), draw, body_of(folder / index_name(rank))["data_start"])
 
 
 def cut(path: Path, draw: random.Random) -> None:
@@ -63,57 +51,40 @@ KINDS: dict[str, tuple[Damage, bool]] = {
 """What is done to a checkpoint, and whether it is lost by that."""
 
 
-def trained(rank: int, ranks: int, run: RunConfig, folder: Path) -> tuple[int, list[str]]:
-    """A whole run, whose files have many blocks: the step that it went on from, and what it was told."""
-    before, saver.BLOCK_BYTES = saver.BLOCK_BYTES, 4096
-    try:
-        trainer = Trainer(run, folder, torch.device("cpu"))
-        trainer.run()
-    finally:
-        saver.BLOCK_BYTES = before
-    return trainer.done_steps, trainer.saves.notes
-
-
-def tensors(folder: Path, step: int) -> list[bytes]:
-    newest = max(folder.glob(f"step_{step:08d}*"), key=lambda path: path.stat().st_mtime_ns)
-    return [path.read_bytes() for path in sorted(newest.glob("*.safetensors"))]
+def tensors(folder: Path) -> list[bytes]:
+    """The last checkpoint's."""
+    return [path.read_bytes() for path in sorted((folder / f"step_{LAST + 1:08d}").glob("*.safetensors"))]
 
 
 @pytest.mark.slow
 def test_a_run_lands_on_the_newest_step_that_is_whole_with_its_bits(pool: Pool, tmp_path: Path) -> None:
-    text, draw, began_s = write_text(tmp_path / "words.txt"), random.Random(SEED), time.monotonic()
-    damages, wrong = count("DAMAGES"), list[str]()
+    """A run of `LAST` steps is hurt, and goes on to the step behind them, as a whole one did."""
+    text, draw, damages, wrong = write_text(tmp_path / "words.txt"), random.Random(SEED), count("DAMAGES"), list[str]()
     done, landed = Counter[str](), Counter[str]()
-    made, want = dict[str, Path](), dict[str, list[bytes]]()
+    want: dict[str, list[bytes]] = {}
     for number in range(damages):
         way, kind = [*WAYS][number % len(WAYS)], draw.choice([*KINDS])
-        of_way = [*SMALL, *words(way, tmp_path), "checkpoint.keep=3"]
+        of_way = [*SMALL, *words(way, tmp_path), "checkpoint.keep=9", "schedule.kind=constant", "resume=auto"]
 
-        def run(folder: Path, *more: str, of_way: list[str] = of_way) -> list[tuple[int, list[str]]]:
-            config = settled(text, *of_way, f"train.steps={LAST}", *more, f"checkpoint.folder={folder}")
-            found: list[tuple[int, list[str]]] = pool.run(trained, 2, config, tmp_path, timeout_s=SECONDS)
-            return found
+        def steps(folder: Path, last: int, of_way: list[str] = of_way) -> int:
+            """Train up to `last`; how many steps that took."""
+            config = settled(text, *of_way, f"train.steps={last}", f"checkpoint.folder={folder}")
+            return len(pool.run(train, 2, config, tmp_path, timeout_s=600.0)[0].losses)
 
-        if way not in made:
-            made[way] = tmp_path / f"made {len(made)}"
-            run(made[way])
-            want[way] = tensors(made[way], LAST)
-        shelf = Path(shutil.copytree(made[way], tmp_path / "hurt"))
+        made = tmp_path / f"made {[*WAYS].index(way)}"
+        if way not in want:
+            steps(made, LAST)
+            whole = Path(shutil.copytree(made, tmp_path / "whole"))
+            steps(whole, LAST + 1)
+            want[way] = tensors(whole)
+            shutil.rmtree(whole)
+        shelf = Path(shutil.copytree(made, tmp_path / "hurt"))
         damage, lost = KINDS[kind]
         damage(shelf / f"step_{LAST:08d}", draw)
-        # The run is finished but for what was lost; two more steps would need another reference.
-        step = LAST - 1 if lost else LAST
-        if lost:
-            found = run(shelf, "resume=auto")
-            if [each[0] for each in found] != [step, step]:
-                wrong.append(f"{number}: {way}, {kind}: went on from {[each[0] for each in found]}: {found[0][1]}")
-            elif tensors(shelf, LAST) != want[way]:
-                wrong.append(f"{number}: {way}, {kind}: other bits")
-        else:
-            config = settled(text, *of_way, f"train.steps={LAST}", "resume=auto", f"checkpoint.folder={shelf}")
-            landings = pool.run(landing, 2, config, tmp_path, timeout_s=SECONDS)
-            if landings != [step, step]:
-                wrong.append(f"{number}: {way}, {kind}: went on from {landings}")
+        if (made_again := steps(shelf, LAST + 1)) != (2 if lost else 1):
+            wrong.append(f"{number}: {way}, {kind}: made {made_again} steps")
+        elif tensors(shelf) != want[way]:
+            wrong.append(f"{number}: {way}, {kind}: other bits")
         done[kind] += 1
         landed[way] += 1
         shutil.rmtree(shelf)
@@ -125,14 +96,6 @@ def test_a_run_lands_on_the_newest_step_that_is_whole_with_its_bits(pool: Pool, 
         "wrong": wrong,
         "damaged": dict(done),
         "ways": dict(landed),
-        "seconds": round(time.monotonic() - began_s, 1),
     }
     write_row("checkpoint_damages", row)
     assert wrong == []
-
-
-def landing(rank: int, ranks: int, run: RunConfig, folder: Path) -> int:
-    """The step that a run goes on from."""
-    trainer = Trainer(run, folder, torch.device("cpu"))
-    with trainer.saves:
-        return trainer.done_steps
