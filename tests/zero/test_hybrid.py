@@ -34,37 +34,37 @@ def test_grads_are_right_without_our_optimizer_too(pool: Pool) -> None:
     pool.run(without_our_optimizer, 4)
 
 
-def hybrid(rank: int, ranks: int) -> dict[str, Any]:
-    """Losses and parameters by (mesh, stage, M, reduction) after 3 fp32 steps."""
+CELLS: dict[str, dict[str, Any]] = {
+    "1x4": {"stage": 2},
+    "2x2": {"stage": 2, "replicate": 2},
+    "2x2 stage 3": {"stage": 3, "replicate": 2},
+    "2x2 native": {"stage": 1, "replicate": 2, "reduction": "native"},
+    "1x4 native": {"stage": 3, "reduction": "native"},
+}
+
+
+def hybrid(rank: int, ranks: int, microbatches: int) -> dict[str, Any]:
+    """Losses and parameters by name of the cell after 3 fp32 steps."""
     results = {}
-    for microbatches in (1, 4):
-        cells: dict[str, dict[str, Any]] = {
-            "1x4": {"stage": 2},
-            "2x2": {"stage": 2, "replicate": 2},
-            "2x2 stage 3": {"stage": 3, "replicate": 2},
-            "2x2 native": {"stage": 1, "replicate": 2, "reduction": "native"},
-            "1x4 native": {"stage": 3, "reduction": "native"},
-        }
-        for name, kwargs in cells.items():
-            sharded = sharded_net("uneven", microbatches=microbatches, param="fp32", **kwargs)
-            losses = train(sharded, AdamW(sharded, lr=1e-3, max_norm=0.5), "uneven", steps=3)
-            results[f"{name} M={microbatches}"] = {"losses": losses, "params": params_of(sharded)}
+    for name, kwargs in CELLS.items():
+        sharded = sharded_net("uneven", microbatches=microbatches, param="fp32", **kwargs)
+        losses = train(sharded, AdamW(sharded, lr=1e-3, max_norm=0.5), "uneven", steps=3)
+        results[name] = {"losses": losses, "params": params_of(sharded)}
     return results
 
 
-@pytest.mark.full
-def test_hybrid_and_native_runs_agree_with_the_exact_one(pool: Pool) -> None:
+@pytest.mark.full("tests/zero/test_hybrid.py::test_grads_are_right_without_our_optimizer_too")
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_hybrid_and_native_runs_agree_with_the_exact_one(pool: Pool, microbatches: int) -> None:
     """fp32; sums of four gradients in another order. Tolerance: 1e-5 of the loss; an element moves by at most
     lr = 1e-3 a step, of which another rounding of a near-zero gradient may take a part: 1e-3 absolute, 1e-6 on
     average."""
-    first, *others = pool.run(hybrid, 4)
-    for microbatches in (1, 4):
-        want = first[f"1x4 M={microbatches}"]
-        for key, got in first.items():
-            if key.endswith(f"M={microbatches}"):
-                torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=1e-5, atol=0)
-                off = torch.cat([(got["params"][n] - p).abs().view(-1) for n, p in want["params"].items()])
-                assert off.max() < 1e-3, key
-                assert off.mean() < 1e-6, key
+    first, *others = pool.run(hybrid, 4, microbatches)
+    want = first["1x4"]
+    for key, got in first.items():
+        torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=1e-5, atol=0)
+        off = torch.cat([(got["params"][n] - p).abs().view(-1) for n, p in want["params"].items()])
+        assert off.max() < 1e-3, key
+        assert off.mean() < 1e-6, key
     for other in others:  # copies are copies, to the bit
         assert all(unequal(other[key]["params"], first[key]["params"]) == [] for key in first)
