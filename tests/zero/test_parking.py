@@ -14,30 +14,45 @@ import small_decoders
 import torch
 from live_tensors import live_bytes
 from pool import Pool
-from torch import Tensor
+from torch import Tensor, nn
 from training_loops import backward, sharded_net, snapshot, train, unequal
 
 import dzero
-from dzero import AdamW, DiskConfig, OffloadConfig, Sharded, TorchOptimizer
-from dzero.optim.base import MasterOptimizer
-from dzero.zero import parking
-from dzero.zero.cost_model import resting_bytes
-from dzero.zero.unit import PARKED
+from dzero import AdamW, DiskConfig, OffloadConfig, Sharded, TorchOptimizer, testing
 
+PARKED = "the model's states are parked, off the device: call sharded.unpark() first"
 BF16 = {"param": "bf16"}
-STORED: list[dict[str, Any]] = [
-    {"stage": 0, **BF16, "master": "remainder"},
-    {"stage": 1, **BF16},
-    {"stage": 2, "param": "fp32"},
-    {"stage": 3, **BF16, "moments": "int8"},
-    {"stage": 3, "param": "fp16"},
-]
 TIERS = {"grad": "host", "master": "host", "moments": "host"}
 ALL_AWAY = TIERS | {"param": "host"}
 PARTLY = TIERS | {"overlap": "delayed", "delay_warmup_steps": 1, "master_fraction": 0.5}
+STAGE_1, STAGE_3 = {"stage": 1, **BF16}, {"stage": 3, **BF16}
+FEW: list[dict[str, Any]] = [
+    {**STAGE_1, "net": "even"},
+    {**STAGE_3, "moments": "int8"},
+    {**STAGE_3, "offload": ALL_AWAY},
+    {**STAGE_3, "rule": "muon"},
+    {"stage": 2, **BF16, "microbatches": 2},
+]
+OTHERS: list[dict[str, Any]] = [
+    STAGE_1,
+    {"stage": 0, **BF16, "master": "remainder"},
+    {"stage": 2, "param": "fp32"},
+    {"stage": 3, "param": "fp16"},
+    {"stage": 2, "param": "fp32", "net": "even"},
+    {"stage": 2, **BF16, "offload": PARTLY},
+    {**STAGE_3, "offload": dict.fromkeys(ALL_AWAY, "disk")},
+    {**STAGE_1, "rule": "sgd", "net": "tied"},
+    {**STAGE_3, "frozen": "int8", "net": "frozen"},
+]
+OVER_ALL = {"replicate": 2, **BF16, "optimizer_shard_axes": ("replicate", "shard")}
+OF_REPLICAS: list[dict[str, Any]] = [
+    {"stage": 2, **OVER_ALL},
+    {"stage": 3, **OVER_ALL},
+    {"stage": 2, **OVER_ALL, "offload": TIERS},
+]
 
 
-def made(folder: str, *, net: str = "uneven", rule: str = "adamw", **kwargs: Any) -> tuple[Sharded, MasterOptimizer]:
+def made(folder: str, *, net: str = "uneven", rule: str = "adamw", **kwargs: Any) -> tuple[Sharded, Any]:
     tiers = kwargs.pop("offload", {})
     disk = {"disk": DiskConfig(paths=[folder])} if "disk" in tiers.values() else {}
     sharded = sharded_net(net, offload=OffloadConfig(**tiers, **disk), **kwargs)
@@ -49,38 +64,32 @@ def made(folder: str, *, net: str = "uneven", rule: str = "adamw", **kwargs: Any
     return sharded, optims[rule]()
 
 
+PLACES = ("host", "disk", "host")
+
+
 def parked_between(rank: int, ranks: int, folder: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train four steps with and without parking after each, and before the first; return what differs, and bytes."""
+    """Train with and without parking after each step, and before the first; return what differs, and bytes."""
     found = []
     for cell in cells:
+        net, steps = cell.get("net", "uneven"), len(PLACES)
         sharded, optim = made(folder, **cell)
-        train(sharded, optim, cell.get("net", "uneven"), steps=4)
+        train(sharded, optim, net, steps=steps)
         want = snapshot(sharded, optim)
         sharded, optim = made(folder, **cell)
+        drawn = small_decoders.batches(net, steps=steps, ranks=ranks, microbatches=sharded.layout.microbatches)
         freed = []
-        for where in ("host", "disk", "host", "disk"):
+        for where, of_step in zip(PLACES, drawn, strict=True):
             freed.append(sharded.park(where, folder if where == "disk" else None))
             left = sum(optim.state_bytes().values())
             sharded.unpark()
-            drawn = small_decoders.batches(
-                cell.get("net", "uneven"), steps=4, ranks=ranks, microbatches=sharded.layout.microbatches
-            )
-            backward(sharded, optim, drawn[len(freed) - 1][rank])
+            backward(sharded, optim, of_step[rank])
             optim.step()
             sharded.model.eval()(drawn[0][rank][0][:, :-1])  # leaves parameters gathered
             sharded.model.train()
-        rest = sum(optim.state_bytes().values())
-        formula = resting_bytes(sharded.layout, sharded.shapes)
-        found.append(
-            {
-                "cell": str(cell),
-                "differ": unequal(want, snapshot(sharded, optim)),
-                "freed": freed,
-                "left": left,
-                "rest": rest,
-                "formula": formula.param + formula.master + formula.moments,
-            }
-        )
+        rest, formula = sum(optim.state_bytes().values()), testing.resting_bytes(sharded)
+        told = {"differ": unequal(want, snapshot(sharded, optim)), "freed": freed, "left": left, "rest": rest}
+        formula_bytes = formula["param"] + formula["master"] + formula["moments"]
+        found.append({"cell": cell, **told, "formula": formula_bytes})
     return found
 
 
@@ -90,35 +99,25 @@ def check(rows: list[dict[str, Any]]) -> None:
         assert row["left"] == 0, row["cell"]
         assert all(a == b for a, b in pairwise(row["freed"][1:])), row["cell"]
         assert row["freed"][-1] == row["rest"], row["cell"]
+        if row["cell"].get("net") == "even":  # 2 ranks cut it evenly: all of the states, each byte once
+            assert set(row["freed"]) == {row["formula"]}, row["cell"]
+        tiers = row["cell"].get("offload", {})
+        stays = {"param", "master", "moments"} <= tiers.keys()  # off the device all the time
+        assert (row["freed"][-1] > 0) != stays, row["cell"]
 
 
-def test_training_goes_on_with_the_same_bits_and_the_device_is_free(pool: Pool, tmp_path: Path) -> None:
-    for rows in pool.run(parked_between, 2, str(tmp_path), STORED):
+def test_training_goes_on_with_the_same_bits_and_the_formulas_bytes_are_free(pool: Pool, tmp_path: Path) -> None:
+    for rows in pool.run(parked_between, 2, str(tmp_path), FEW):
         check(rows)
 
 
-def test_what_is_freed_is_the_formula(pool: Pool, tmp_path: Path) -> None:
-    """Of a net that 2 ranks cut evenly: all of param, master and moments, each byte once."""
-    cells = [{**cell, "net": "even"} for cell in STORED]
-    for row in pool.run(parked_between, 2, str(tmp_path), cells[:3])[0]:
-        check([row])
-        assert set(row["freed"]) == {row["formula"]}
-
-
-def test_states_off_the_device_stay_there_and_other_optimizers_are_parked_too(pool: Pool, tmp_path: Path) -> None:
-    cells: list[dict[str, Any]] = [
-        {"stage": 3, **BF16, "offload": ALL_AWAY},
-        {"stage": 2, **BF16, "offload": PARTLY},
-        {"stage": 3, **BF16, "offload": dict.fromkeys(ALL_AWAY, "disk")},
-        {"stage": 3, **BF16, "rule": "muon"},
-        {"stage": 1, **BF16, "rule": "sgd", "net": "tied"},
-        {"stage": 2, **BF16, "microbatches": 2},
-        {"stage": 3, **BF16, "frozen": "int8", "net": "frozen"},
-    ]
-    for rows in pool.run(parked_between, 2, str(tmp_path), cells):
+@pytest.mark.full(
+    "tests/zero/test_parking.py::test_training_goes_on_with_the_same_bits_and_the_formulas_bytes_are_free"
+)
+@pytest.mark.parametrize(("ranks", "cells"), [(2, OTHERS), (4, OF_REPLICAS)], ids=["others", "replicas"])
+def test_so_it_does_in_every_setting(pool: Pool, tmp_path: Path, ranks: int, cells: list[dict[str, Any]]) -> None:
+    for rows in pool.run(parked_between, ranks, str(tmp_path), cells):
         check(rows)
-        assert rows[0]["freed"] == rows[2]["freed"] == [0] * 4
-        assert rows[1]["freed"][-1] > 0
 
 
 def handed_on(rank: int, ranks: int, folder: str) -> list[str]:
@@ -143,19 +142,9 @@ def test_masters_of_no_optimizer_are_parked_too(pool: Pool, tmp_path: Path) -> N
     assert pool.run(handed_on, 2, str(tmp_path)) == [[], []]
 
 
-@pytest.mark.full
-def test_replica_shards_are_parked(pool: Pool, tmp_path: Path) -> None:
-    cells = [
-        {"stage": stage, "replicate": 2, **BF16, "optimizer_shard_axes": ("replicate", "shard"), "offload": offload}
-        for stage, offload in ((2, {}), (3, {}), (2, TIERS))
-    ]
-    for rows in pool.run(parked_between, 4, str(tmp_path), cells):
-        check(rows)
-
-
 def memory(rank: int, ranks: int, folder: str) -> tuple[int, int, int, int]:
     """Bytes of all tensors of the process before and while parked on disk, and after; and what park returns."""
-    sharded, optim = made(folder, **STORED[1])
+    sharded, optim = made(folder, **STAGE_1)
     train(sharded, optim, "uneven", steps=1)
     sharded.park("disk", folder)
     sharded.unpark()
@@ -234,7 +223,8 @@ def refusals(rank: int, ranks: int, folder: str, kwargs: dict[str, Any]) -> tupl
     return told, others, unequal(want, snapshot(sharded, optim))
 
 
-@pytest.mark.parametrize("kwargs", [{"stage": 3, **BF16}, {"stage": 0, **BF16}], ids=["stage3", "stage0"])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("kwargs", [STAGE_3, {"stage": 0, **BF16}], ids=["stage3", "stage0"])
 def test_whatever_reads_parked_states_is_refused_and_nothing_is_lost(
     pool: Pool, tmp_path: Path, kwargs: dict[str, Any]
 ) -> None:
@@ -250,15 +240,12 @@ def test_whatever_reads_parked_states_is_refused_and_nothing_is_lost(
 
 
 def failing(rank: int, ranks: int, folder: str) -> tuple[list[str], list[str]]:
-    """What is said when memory or disk are too small, at any time; and what differs after it all."""
-    kwargs = STORED[1]
+    """What is said when disk or device are too small or fail, at any time; and what differs after it all."""
+    kwargs = STAGE_1
     sharded, optim = made(folder, **kwargs)
     train(sharded, optim, "uneven", steps=2)
     want = snapshot(sharded, optim)
     told = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dzero.zero.parking.host_available_bytes", lambda: 1000)
-        told.append(told_by(lambda: sharded.park("host")))
     pwritev, calls = os.pwritev, []
 
     def full_after_two(fd: int, data: Any, offset: int) -> int:
@@ -296,13 +283,12 @@ def failing(rank: int, ranks: int, folder: str) -> tuple[list[str], list[str]]:
     return told, unequal(want, snapshot(sharded, optim))
 
 
-def test_too_little_memory_or_disk_is_one_line_and_loses_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_a_full_disk_or_device_and_a_damaged_file_are_one_line_and_lose_nothing(pool: Pool, tmp_path: Path) -> None:
     for told, differ in pool.run(failing, 2, str(tmp_path)):
         assert differ == []
         for said, parts in zip(
             told,
             [
-                ("park(where='host') needs", "1000 B are available now: take park(where='disk')"),
                 (f"{tmp_path}: writing the parked states", "No space left on device"),
                 (f"{tmp_path}: the parked states of", "are not what was written: the disk or its cable is failing"),
                 (PARKED,),
@@ -317,7 +303,7 @@ def test_too_little_memory_or_disk_is_one_line_and_loses_nothing(pool: Pool, tmp
 
 def interrupted(rank: int, ranks: int, folder: str) -> list[Any]:
     """What is true after an interrupt at each copy of park and unpark, and while memory is freed."""
-    sharded, optim = made(folder, **STORED[1])
+    sharded, optim = made(folder, **STAGE_1)
     train(sharded, optim, "uneven", steps=2)
     want = snapshot(sharded, optim)
     found: list[Any] = []
@@ -356,43 +342,27 @@ def test_an_interrupt_at_any_time_loses_nothing(pool: Pool, tmp_path: Path) -> N
         assert found == ["unpark(): nothing is parked", [], PARKED, [], PARKED, []] * 2
 
 
-def test_a_rank_that_is_late_may_take_what_the_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 units of host memory, each of 2 ranks takes 4; of 7, the second one is refused in time."""
-    unit = parking.CHUNK_BYTES // 4096
-    monkeypatch.setattr(parking, "CHUNK_BYTES", unit)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for total, refused in ((10, False), (7, True)):
-        taken: list[int] = []
-        monkeypatch.setattr(parking, "host_available_bytes", lambda total=total, taken=taken: total * unit - sum(taken))
-        monkeypatch.setattr(parking.streams, "pin_memory", lambda new, _, taken=taken: taken.append(len(new)) or new)
-        data = torch.arange(4 * unit).to(torch.uint8)
-        parking.HostCopies(len(data), data.device).save(0, data)
-        if refused:
-            with pytest.raises(MemoryError, match="on each rank"):
-                parking.HostCopies(len(data), data.device).save(0, data)
-            continue
-        late = parking.HostCopies(len(data), data.device)
-        late.save(0, data)
-        late.load(0, loaded := torch.empty_like(data))
-        assert torch.equal(loaded, data)
+class Fails(torch.optim.SGD):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
 
 
 def half_made(rank: int, ranks: int) -> list[int]:
     """What parking frees while an optimizer is there whose constructor failed, and without any."""
-    found = []
-    for module, name, rule in (("adamw", "AdamWUpdater", AdamW), ("torch_optimizer", "StatePlacement", TorchOptimizer)):
-        sharded = sharded_net("uneven", stage=3, **BF16)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"dzero.optim.{module}.{name}", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError) as kept:
-                rule(sharded, *([torch.optim.SGD] if rule is TorchOptimizer else []), lr=0.1)
+    found, makes = [], []
+    makes.append(lambda sharded: TorchOptimizer(sharded, Fails, lr=0.1))
+    makes.append(lambda sharded: AdamW(sharded, [nn.Parameter(torch.ones(2))]))
+    for make in makes:
+        sharded = sharded_net("uneven", **STAGE_3)
+        with pytest.raises((ZeroDivisionError, ValueError)) as kept:  # whose traceback has the optimizer
+            make(sharded)
         found.append(sharded.park())
         sharded.unpark()
         del kept
-    sharded = sharded_net("uneven", stage=3, **BF16)
-    return [*found, sharded.park()]
+    return [*found, sharded_net("uneven", **STAGE_3).park()]
 
 
 def test_an_optimizer_whose_constructor_failed_is_none(pool: Pool) -> None:
     for found in pool.run(half_made, 2):
         assert len({*found}) == 1
+        assert found[0] > 0
