@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import decoders
 import pytest
 import small_decoders
 import torch
 from fake_ranks import fake_ranks
 from torch import Tensor, nn
 
-from dzero import ModelInit, Sharded, ZeroConfig, shard, tile_loss
+from dzero import ModelInit, Sharded, ZeroConfig, shard
 
 LARGE, SMALL = (1 << 23) // 64, (1 << 23) // 64 - 1
 """Words of a vocabulary whose embedding, of width 64, just is a unit of its own, or just is not."""
@@ -36,11 +37,9 @@ def names(model: nn.Module, units: Any = None, **zero: Any) -> list[str]:
     return found
 
 
-def llama(vocab: int = LARGE, kind: str = "llama", **sizes: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    widths = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=vocab, **widths, num_hidden_layers=2, **sizes)
-    return transformers.AutoModelForCausalLM.from_config(config)
+def of_transformers(kind: str = "llama", vocab_size: int = LARGE, **sizes: Any) -> Any:
+    pytest.importorskip("transformers")
+    return decoders.of_transformers(kind, vocab_size=vocab_size, **sizes).model
 
 
 def test_units_are_the_elements_of_the_outermost_lists() -> None:
@@ -125,7 +124,7 @@ def test_units_can_be_named_by_class_of_which_the_outer_ones_count() -> None:
     blocks = ["layers.0", "layers.1", "layers.2"]
     assert names(small_decoders.build("even"), ["Block"]) == blocks
     assert names(small_decoders.build("even"), ["Block", "Linear"]) == [*blocks, "head"]
-    assert names(llama(), ["LlamaDecoderLayer"]) == LAYERS, "and no ends"
+    assert names(decoders.on_meta(LARGE, hidden_size=64), ["Block"]) == BLOCKS, "and no ends"
 
 
 def test_modules_that_share_a_weight_become_one_unit() -> None:
@@ -150,24 +149,34 @@ def test_blocks_that_share_with_the_root_are_left_to_it(is_first: bool) -> None:
     assert names(model) == ["layers.1"]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_embedding_and_a_large_head_of_ones_own_are_units_around_the_blocks(tied: bool) -> None:
+    shapes = sharded_on_meta(decoders.on_meta(LARGE, hidden_size=64, tied=tied)).shapes
+    ends = ([], []) if tied else (["embedding"], ["head"])
+    assert [shape.name for shape in shapes] == [*ends[0], *BLOCKS, *ends[1], "root"]
+    assert [shape.name for shape in shapes if shape.closes_forward] == [*ends[1], "root"]
+    assert names(decoders.on_meta(SMALL, hidden_size=64)) == BLOCKS, "a collective more would cost what it hides"
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
-def test_a_large_embedding_and_a_large_head_are_units_around_the_blocks(kind: str) -> None:
-    model = llama(kind=kind, tie_word_embeddings=False)
-    assert names(model.model) == ["embed_tokens", *BLOCKS], "has no head"
-    assert names(llama(kind=kind, tie_word_embeddings=False)) == ["model.embed_tokens", *LAYERS, "lm_head"]
-    assert names(llama(SMALL, kind, tie_word_embeddings=False)) == LAYERS, "a collective more would cost what it hides"
-    assert names(llama(kind=kind, tie_word_embeddings=True)) == LAYERS
-    assert names(llama(kind="phi", tie_word_embeddings=False))[-1] == LAYERS[-1], "a bias shows a view"
+def test_ends_of_transformers_models_are_found_by_what_these_say_of_themselves(kind: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "tie_word_embeddings": False}
+    wrapped = decoders.of_transformers(kind, vocab_size=LARGE, **sizes)
+    assert names(wrapped)[::3] == ["model.model.embed_tokens", "model.lm_head"]
+    assert names(of_transformers(kind, **sizes)) == ["model.embed_tokens", *LAYERS, "lm_head"]
+    assert names(of_transformers(kind, **sizes).model) == ["embed_tokens", *BLOCKS], "has no head"
+    assert names(of_transformers(kind, **sizes | {"tie_word_embeddings": True})) == LAYERS
 
 
-def test_gpt2_ties_its_ends_and_its_positions_are_no_end() -> None:
-    assert names(llama(kind="gpt2")) == ["transformer.h.0", "transformer.h.1"]
+def test_positions_and_a_head_with_a_bias_are_no_ends() -> None:
+    assert names(of_transformers("gpt2", n_embd=64)) == ["transformer.h.0", "transformer.h.1"]
+    phi = of_transformers("phi", hidden_size=64, tie_word_embeddings=False)
+    assert names(phi) == ["model.embed_tokens", *LAYERS], "its output would be a view"
 
 
 def test_a_head_in_tiles_is_its_tiles() -> None:
-    model = llama(tie_word_embeddings=False)
-    tile_loss(model, 2)
-    assert names(model) == ["lm_head.tiles.0", "lm_head.tiles.1", *LAYERS]
+    model = decoders.in_blocks(decoders.on_meta(LARGE, hidden_size=64), loss_tiles=2, compile=False)
+    assert names(model) == ["head.tiles.0", "head.tiles.1", "embedding", *BLOCKS]
 
 
 def forward_of_someone_else(self: Any, input_ids: Tensor) -> Tensor:
@@ -198,18 +207,16 @@ class Around(nn.Module):
         return self.model.get_input_embeddings()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("change", [patched, patched_alone, Around])
+def patched_inside(model: Any) -> nn.Module:
+    return type(decoders.of_transformers("llama"))(patched(model))
+
+
+@pytest.mark.parametrize("change", [patched, patched_alone, patched_inside, Around])
 def test_a_model_whose_forward_is_not_that_of_who_vouches_keeps_its_ends_in_the_root(
     change: Callable[[nn.Module], nn.Module],
 ) -> None:
-    found = names(change(llama(tie_word_embeddings=False)))
+    found = names(change(of_transformers(hidden_size=64, tie_word_embeddings=False)))
     assert [name.rpartition(".")[0].endswith("layers") for name in found] == [True, True]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_root_and_the_head_close_forward(tied: bool) -> None:
-    shapes = sharded_on_meta(llama(tie_word_embeddings=tied)).shapes
-    assert [shape.name for shape in shapes if shape.closes_forward] == (["root"] if tied else ["lm_head", "root"])
 
 
 def parts(model: nn.Module, most_elems: int) -> list[str]:

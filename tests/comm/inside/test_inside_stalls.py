@@ -1,7 +1,19 @@
-"""Ranks that begin different collectives are refused with both sides named, and no data of one reaches the other."""
+"""What a rank says of collectives that others do not come to: which part, who is stuck or behind, and what is counted.
+
+Collectives that differ between ranks are refused before data moves; `stuck` and `report` decide what is said of ranks
+that wait; the watchdog follows a device, and begins nothing that lives on.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -9,16 +21,25 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fake_ranks import fake_ranks
 from pool import Pool
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
-from dzero import AdamW, shard
-from dzero.comm.collective_log import CollectiveLog
+from dzero import AdamW, shard, streams
+from dzero.comm import dtensor_traffic
+from dzero.comm import watchdog as watching
+from dzero.comm.collective_log import Collective, CollectiveLog
 from dzero.comm.collectives import ReduceGrads, UnshardParams
-from dzero.comm.ledger import Ledger
+from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.comm.reduction import ExactReduction
 from dzero.comm.stalls import RankStatus, report, silent, stuck
+from dzero.comm.watchdog import Watchdog
 from dzero.errors import RankLost
+from dzero.launch import worker
+
+TIMEOUT_S = 3.0
+CPU = torch.device("cpu")
 
 
 def begin(rank: int, ledger: Ledger, elems: tuple[int, int], timeout_s: float = 60.0) -> None:
@@ -44,7 +65,8 @@ def checked(rank: int, ranks: int) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [3, 2])
 def test_checked_collectives_name_both_sides_before_data_moves(pool: Pool, ranks: int) -> None:
     for said in pool.run(checked, ranks):
         assert "  rank 0: #1 all_gather of layers.0 over shard [8 x float32]\n" in said
@@ -179,3 +201,157 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
     early = [RankStatus(rank, "host", 100 + rank, 0, 0, "before its first collective") for rank in range(2)]
     start = report([*early], [early[1]], 0, WITHIN, dist.DistStoreError("wait timeout after 5000ms"))
     assert start.startswith("rank 0 got no answer at the start within launch.timeout_s=5: rank 1 (pid 101 on host)")
+
+
+class Event:
+    """An event that the device has come to, or does not come to."""
+
+    def __init__(self, is_over: bool) -> None:
+        self._is_over = is_over
+
+    def record(self, stream: object) -> None:
+        """Nothing comes behind it."""
+
+    def query(self) -> bool:
+        return self._is_over
+
+
+def stand(rank: int, ranks: int) -> str:
+    """Rank 0's device waits in a collective that rank 1 never begins; return what rank 0's thread said."""
+    module = mock.Mock(Event=lambda blocking: Event(is_over=rank != 0))
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    told: list[str] = []
+    with (
+        mock.patch.object(streams, "device_module", return_value=module),
+        mock.patch.object(threading, "excepthook", lambda args: told.append(str(args.exc_value))),
+        Watchdog(timedelta(seconds=TIMEOUT_S)) as watch,
+    ):
+        collective_log = CollectiveLog()
+        collective_log.device = CPU
+        watch.follow(collective_log)
+        begun = [("reduce_scatter", "layers.0"), ("all_gather", "layers.1")]
+        for kind, unit in begun if rank == 0 else begun[:1]:
+            with collective_log.within(Collective.of(kind, unit, "shard", 64, torch.float32), dist.group.WORLD):
+                pass
+        if rank == 0:
+            until_s = time.monotonic() + 120  # for hangs
+            while not told and time.monotonic() < until_s:
+                time.sleep(0.05)
+            store.set("rank 0 has told", "")
+        else:
+            while not store.check(["rank 0 has told"]):  # a wait would hold the connection that the beats need
+                time.sleep(0.05)
+    return told[0] if told else ""
+
+
+def test_a_collective_that_the_device_waits_in_is_told_at_the_timeout(pool: Pool) -> None:
+    said, _ = pool.run(stand, 2)
+    assert "rank 0 got no answer in #2 all_gather of layers.1 over shard [64 x float32]" in said
+    assert f"within launch.timeout_s={TIMEOUT_S:g}" in said
+    assert "rank 1 (pid" in said
+    assert "is behind" in said
+    assert "rank 1: #1 reduce_scatter of layers.0" in said
+
+
+def held_through_beats(rank: int, ranks: int) -> list[bool]:
+    """Whether what a call had lives on, of the call that began the watchdog, and of one that saw several beats."""
+
+    class Large:
+        pass
+
+    def call() -> weakref.ref[Large]:
+        large = Large()
+        watching.begin()
+        time.sleep(2.5 * watching.BEAT_S)
+        return weakref.ref(large)
+
+    gc.collect()
+    gc.disable()
+    try:
+        return [call()() is not None for _ in range(2)]
+    finally:
+        gc.enable()
+
+
+def test_what_a_call_had_is_freed_when_it_returns(pool: Pool) -> None:
+    assert pool.run(held_through_beats, 2) == [[False, False]] * 2
+
+
+def test_memory_of_cuda_grows_in_place_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in worker.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    worker.choose_allocator()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    for name in worker.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    worker.choose_allocator()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+
+
+SCRIPT = """
+import threading, time
+from dzero.errors import RunError
+from dzero.launch.worker import reported
+
+def tell():
+    raise RunError("rank 1 is behind")
+
+with reported(lambda error: print("told:", error)):
+    threading.Thread(target=tell).start()
+    time.sleep(1000)
+"""
+
+
+def test_what_a_thread_tells_ends_the_worker() -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout == "told: rank 1 is behind\n"
+
+
+class Waits:
+    """Something with a method in C that is called `wait`, and does not return before `lock` is released."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.wait = lock.acquire
+
+
+@pytest.mark.parametrize(("line", "found"), [("begun().wait()", "wait"), ("service.wait()", "")])
+def test_only_what_may_be_torchs_counts_as_waiting_for_ranks(line: str, found: str) -> None:
+    """Where a variable has another object, as of a service, it is no wait for ranks."""
+    (lock := threading.Lock()).acquire()
+    code, service = compile(line, "own.py", "exec"), Waits(lock)
+    thread = threading.Thread(target=exec, args=(code, {"begun": lambda: service, "service": service}), daemon=True)
+    thread.start()
+    frame = None
+    while frame is None or frame.f_code is not code:
+        frame = sys._current_frames().get(thread.ident or 0)
+    until_s = time.monotonic() + 120  # for hangs
+    while watching.called_by(frame) != found:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    lock.release()
+
+
+def test_a_collective_that_is_not_in_the_table_is_counted_under_its_name() -> None:
+    dtensor_traffic._warn_of.cache_clear()
+    ledger, tensor = Ledger(), torch.ones(6)
+    with fake_ranks(2), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        group = dist.group.WORLD
+        assert group is not None
+        with dtensor_traffic.dtensor_traffic(group, "tp", ledger):
+            functional.all_reduce(tensor, "sum", group)
+            functional.broadcast(tensor, 0, group)
+            functional.broadcast(tensor, 0, group)
+            functional.all_reduce_coalesced([tensor, tensor], "sum", group)
+    assert ledger.totals() == {
+        Entry(dtensor_traffic.PHASE, "all_reduce", "tp", "float32"): Traffic(1, 2 * 6 * 4 // 2),
+        Entry(dtensor_traffic.PHASE, "unknown broadcast", "tp", "float32"): Traffic(2, 0),
+        Entry(dtensor_traffic.PHASE, "unknown all_reduce_coalesced", "tp", "float32"): Traffic(1, 0),
+    }
+    told = [str(each.message) for each in said]
+    assert [line.split(",")[0] for line in told if "calls the collective" in line] == [
+        "an operator of the model calls the collective broadcast",
+        "an operator of the model calls the collective all_reduce_coalesced",
+    ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from pool import Pool
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training_loops import sharded_net, train
+from typed_commands import in_a_process
 
 import dzero
 from dzero import AdamW
@@ -27,7 +26,7 @@ from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, OPERATORS, TI
 from dzero.zero import fsdp_internals
 from dzero.zero.fsdp_internals import CHANGES, FIRST_CALLS
 
-CONF = Path(__file__).parent.parent.parent / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 TRAINING = (*torch_internals.SEAMS, *fsdp_internals.SEAMS)
 FALLBACKS = [seam for seam in (*TRAINING, TIMEOUTS) if seam.without is not None]
 REFUSED = [seam for seam in (*TRAINING, *ring.SEAMS, FAKE_TENSORS, FAKE_GROUPS) if seam.without is None]
@@ -64,23 +63,26 @@ def _forget() -> None:
         each.__dict__.pop("missing", None)
 
 
-def trained(_: int, __: int, name: str | None, stage: int) -> tuple[list[Any], dict[str, torch.Tensor], list[str]]:
-    """Losses and parameters of three steps, and the warnings on the way."""
-    with lacking(name), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        sharded = sharded_net(stage=stage)
-        losses = train(sharded, AdamW(sharded), steps=3)
-        told = [str(each.message) for each in said if "which dzero needs" in str(each.message)]
-    params = {name: param.full_tensor() for name, param in sharded.named_params().items()}  # type: ignore[attr-defined]
-    return losses, params, told
+def trained(_: int, __: int, stage: int) -> list[tuple[list[Any], dict[str, torch.Tensor], list[str]]]:
+    """Losses, parameters and warnings of two steps with all names, and of two without one, for each with a fallback."""
+    found = []
+    for name in (None, *(seam.names[-1] for seam in FALLBACKS)):
+        with lacking(name), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sharded = sharded_net(stage=stage)
+            losses = train(sharded, AdamW(sharded), steps=2)
+            told = [str(each.message) for each in said if "which dzero needs" in str(each.message)]
+        params = {name: param.full_tensor() for name, param in sharded.named_params().items()}  # type: ignore[attr-defined]
+        found.append((losses, params, told))
+    return found
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("stage", [2, 0])
 def test_training_falls_back_with_the_same_bits(pool: Pool, stage: int) -> None:
-    plain, params, told = pool.run(trained, 2, None, stage)[0]
-    assert told == []
-    for seam in FALLBACKS:
-        losses, found, told = pool.run(trained, 2, seam.names[-1], stage)[0]
+    (plain, params, said), *others = pool.run(trained, 2, stage)[0]
+    assert said == []
+    for seam, (losses, found, told) in zip(FALLBACKS, others, strict=True):
         assert losses == plain, seam
         assert all(torch.equal(found[each], params[each]) for each in params), seam
         assert told == [
@@ -162,7 +164,8 @@ def test_names_that_instances_have_count_and_others_do_not() -> None:
         assert not torch_internals._exists(gone), gone
 
 
-def test_dzero_is_imported_configured_and_explained_without_private_modules() -> None:
+def test_dzero_is_imported_configured_and_explained_without_private_modules(tmp_path: Path) -> None:
+    """In a cold start: a warm one has imported all of them."""
     script = f"""
 import sys, torch, torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.tensor.parallel
 import torch.distributed.pipelining, torch.distributed.checkpoint, torch.utils.flop_counter
@@ -178,10 +181,14 @@ from dzero import __main__, overrides
 for name in dzero.__all__:
     getattr(dzero, name)
 overrides.composed(["data.path=x"], Path({str(CONF)!r}))
-sys.argv = ["dzero", *sys.argv[1:]]
-__main__.main()
+for words in (["--help"], ["train", "--help"]):
+    sys.argv = ["dzero", *words]
+    try:
+        __main__.main()
+    except SystemExit as end:
+        assert not end.code
 """
-    for words in (["--help"], ["train", "--help"]):
-        run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        assert "dzero" in run.stdout
+    run = in_a_process("-c", script, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "usage: dzero [-h]" in run.stdout
+    assert "dzero train zero.stage=3" in run.stdout
