@@ -26,7 +26,6 @@ import dzero
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 timeout_s = float(sys.argv[1])
 dist.init_process_group("gloo", **({"timeout": timedelta(seconds=timeout_s)} if timeout_s else {}))
@@ -57,30 +56,12 @@ checkpointer = dzero.Checkpointer(dzero.CheckpointConfig(folder="saved", every=1
 if rank == 1: checkpointer.save(1, {})
 """,
     "gathers a weight": "if rank == 1: model[0].weight.full_tensor()",
-    "waits for what it began": """
-work = dist.all_reduce(torch.ones(1), async_op=True) if rank == 1 else None
-if rank == 1: work.wait()
-""",
-    "trains in a thread": """
-def train():
-    step()
-    dist.barrier()
-if rank == 1:
-    threading.Thread(target=train).start()
-    time.sleep(1000)
-else:
-    step()
-""",
     "trained in a thread": """
 (thread := threading.Thread(target=step)).start()
 thread.join()
 if rank == 1: dist.barrier()
 """,
     "exits": "if rank == 1: sys.exit(3)",
-    "raises beside a barrier": """
-if rank == 1: raise ValueError('of my own')
-dist.barrier()
-""",
     "raises": "if rank == 1: raise ValueError('of my own')",
     "keeps the interpreter lock": """
 import ctypes
@@ -105,32 +86,6 @@ def reduced(slow):
 copyreg.pickle(Slow, reduced)
 dist.broadcast_object_list([Slow() if rank == 1 else None], src=1)
 """,
-    "gives its weights to an engine": """
-GROUP = '''
-import sys, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _new_process_group_helper, _world
-def group_of_two(store, number):
-    store = dist.PrefixStore("engine", store)
-    group, _ = _new_process_group_helper(2, number, [], "gloo", store, group_name="engine", timeout=timedelta(hours=1))
-    _world.pg_group_ranks[group] = {0: 0, 1: 1}
-    return group
-'''
-ENGINE = GROUP + '''
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = group_of_two(dist.TCPStore("127.0.0.1", int(sys.argv[1])), 1)
-time.sleep(130)
-dist.broadcast(torch.ones(4), group=group, group_src=0)
-'''
-exec(GROUP)
-if rank == 1:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(store.port)])
-    dist.broadcast(torch.ones(4), group=group_of_two(store, 0), group_src=0)
-    assert engine.wait() == 0
-""",
     "serves data from a thread": """
 feed = dist.new_group()
 def serve():
@@ -141,32 +96,6 @@ if rank == 1:
 else:
     dist.recv(torch.ones(4), 1, group=feed)
 """,
-    "computes in its stage": """
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    def forward(self, x):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
-def loss(stage, x, targets):
-    time.sleep(65)
-    return functional.mse_loss(stage(x), targets)
-mesh = dzero.make_mesh("cpu", pp=2)
-plan = dzero.PipelinePlan(first=("enter",), last=("leave",), width=8)
-parallel_model = dzero.parallelize(Parts(), mesh, dzero.ParallelConfig(pipeline_plan=plan))
-of_stages = dzero.shard(parallel_model, stage=1, precision="fp32", microbatches=2)
-dzero.AdamW(of_stages)
-pipeline = dzero.Pipeline(
-    parallel_model.stages, mesh.get_group("pp"), of_stages.ledger, schedule="1f1b", microbatches=2,
-    hidden=dzero.HiddenStates((4, 8), torch.float32), device=torch.device("cpu"), hooks=of_stages,
-    run=lambda stage, x: stage(x), loss=loss,
-)
-pipeline.step(torch.ones(2, 4, 8), torch.ones(2, 4, 8), lambda loss: loss / 2)
-""",
 }
 """What takes long, and ends."""
 SAYS = {
@@ -174,11 +103,8 @@ SAYS = {
     "skips a module": r"got no answer in #\d+ .* for \d+ s: (the ranks have diverged|rank \d .* is (behind|in #))",
     "saves alone": r"\n  rank 1: #\d+ .*; now waits in an agreement on saved\n",
     "gathers a weight": r"\n  rank 1: #\d+ .*; now waits in wait_tensor at own\.py:\d+ \(<module>\)\n",
-    "waits for what it began": r"\n  rank 1: #\d+ .*; now waits in wait at own\.py:\d+ \(<module>\)\n",
-    "trains in a thread": r"\n  rank 1: #\d+ .*; now waits in barrier at own\.py:\d+ \(train\)\n",
     "trained in a thread": r"\n  rank 1: #\d+ .*; now waits in barrier at own\.py:\d+ \(<module>\)\n",
     "exits": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) has left, without an error",
-    "raises beside a barrier": r"dzero: rank 0 got no answer .*: rank 1 \(.*\) ended with ValueError: of my own",
     "raises": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) ended with ValueError: of my own",
     "keeps the interpreter lock": r"got no answer in #\d+ .* for \d+ s: rank 1 \(pid .*\) gives no sign of life",
     "is killed": r"rank 0 got no answer in #\d+ all_gather of .*: rank 1 \(pid .*\) gives no sign of life",
@@ -229,8 +155,6 @@ def until(found: Callable[[], bool], seconds: float = 150.0) -> None:
         "skips a module",
         "saves alone",
         "gathers a weight",
-        "waits for what it began",
-        "trains in a thread",
         "trained in a thread",
         "keeps the interpreter lock",
     ],
@@ -243,7 +167,7 @@ def test_a_loop_of_ones_own_that_stalls_says_who_waits_where(kind: str, tmp_path
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize("kind", ["is killed", "raises", "exits", "raises beside a barrier"])
+@pytest.mark.parametrize("kind", ["is killed", "raises", "exits"])
 def test_a_loop_of_ones_own_names_the_rank_that_left_it(kind: str, tmp_path: Path) -> None:
     with own_loop(tmp_path, kind, 0) as (log, ranks):
         until(lambda: ranks[0].poll() is not None)
@@ -251,9 +175,7 @@ def test_a_loop_of_ones_own_names_the_rank_that_left_it(kind: str, tmp_path: Pat
 
 
 @pytest.mark.full(STALLS)
-@pytest.mark.parametrize(
-    "kind", ["waits in a barrier", "skips a module", "gathers a weight", "waits for what it began", "computes"]
-)
+@pytest.mark.parametrize("kind", ["waits in a barrier", "skips a module", "gathers a weight", "computes"])
 def test_a_loop_of_ones_own_that_stalls_ends_by_the_timeout_of_its_group(kind: str, tmp_path: Path) -> None:
     with own_loop(tmp_path, kind, 10) as (log, ranks):
         waiting = ranks[:1] if kind == "computes" else ranks
@@ -274,9 +196,6 @@ def test_what_takes_long_is_neither_taken_for_a_stall_nor_ended(kind: str, tmp_p
         all_wait = kind == "serves data from a thread"  # of the rank that serves, in its main thread
         least_s = SLOW_S if all_wait else BUSY_S
         assert all(int(seconds) >= least_s for seconds, _ in told), told
-        if kind == "computes in its stage":
-            assert told
-            assert all(re.fullmatch(r"rank 1 \(pid .*\) waits for no other rank", why) for _, why in told), told
 
 
 @pytest.mark.full(STALLS)

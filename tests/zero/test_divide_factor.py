@@ -88,26 +88,13 @@ def compared(rank: int, ranks: int, replicated: bool, cells: list[tuple[int, str
 
 def test_gradients_are_divided_as_in_fsdp2(pool: Pool) -> None:
     pool.run(compared, 2, False, FEW)
+    pool.run(compared, 4, True, FEW[2:3])
 
 
 @pytest.mark.full("tests/zero/test_divide_factor.py::test_gradients_are_divided_as_in_fsdp2")
 @pytest.mark.parametrize(("ranks", "replicated"), [(2, False), (4, True)])
 def test_gradients_are_divided_as_in_fsdp2_in_every_setting(pool: Pool, ranks: int, replicated: bool) -> None:
     pool.run(compared, ranks, replicated, EVERY)
-
-
-def summed_over_replicas(rank: int, ranks: int) -> dict[str, Tensor]:
-    return in_dzero(rank, 2, "exact", 2, 2, None, 1.0)
-
-
-def test_replicas_are_summed_too(pool: Pool) -> None:
-    model, parts = net(), 2
-    for rank in range(4):
-        for x in batches(rank, parts):
-            model(x).mean().backward()
-    for found in pool.run(summed_over_replicas, 4):
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(found[name], param.grad, rtol=1e-5, atol=1e-7)
 
 
 def refused(rank: int, ranks: int) -> list[str]:

@@ -97,18 +97,6 @@ def sharded_on_meta(model: nn.Module, **precision: Any) -> Sharded:
         return shard(model, 3, precision=PrecisionConfig(**precision), init=ModelInit(device=meta))
 
 
-def not_finite(rank: int, ranks: int, compute: str) -> bool:
-    layers = shard(nn.Sequential(nn.Linear(16, 16)), 0, precision=PrecisionConfig(compute=compute)).model
-    x = torch.ones(16, 16)
-    x[3, 5] = torch.inf
-    return bool(layers(x)[3].isfinite().any())
-
-
-@pytest.mark.parametrize("compute", ["fp8_tensorwise", "fp8_rowwise"])
-def test_what_is_not_finite_shows(pool: Pool, compute: str) -> None:
-    assert pool.run(not_finite, 1, compute) == [False]
-
-
 def test_layers_keep_names_class_hooks_and_attributes() -> None:
     model, before = decoders.on_meta(), decoders.on_meta()
     query, plain = (each.get_submodule("layers.0.attention.query") for each in (model, before))

@@ -6,6 +6,7 @@ out before its first step.
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from fake_ranks import fake_ranks
 from live_tensors import live_bytes
 from parity_cells import whole
-from pool import Pool, WorkerError
+from pool import Pool
 from torch import Tensor, nn
 
 from dzero import (
@@ -198,19 +199,14 @@ def measured(stage: int, kind: str) -> list[dict[str, Any]]:
         sharded.ledger.take()
         train(sharded, optim, batches()[2:3])
         moved = {entry: each for entry, each in sharded.ledger.take().items() if entry.phase == "unshard"}
-        found.append(
-            {
-                "held": optim.state_bytes(),
-                "foreseen": testing.resting_bytes(sharded),
-                "moved": moved,
-                "theory": {
-                    entry: each for entry, each in testing.expected_traffic(sharded).items() if entry.phase == "unshard"
-                },
-                "host": testing.bytes_on_tiers(optim)["host"],
-                "left": live_bytes() - before,
-                "shown": repr(sharded),
-            }
+        theory = {entry: each for entry, each in testing.expected_traffic(sharded).items() if entry.phase == "unshard"}
+        held, foreseen, host = (
+            optim.state_bytes(),
+            testing.resting_bytes(sharded),
+            testing.bytes_on_tiers(optim)["host"],
         )
+        told = {"held": held, "foreseen": foreseen, "host": host, "moved": moved, "theory": theory}
+        found.append({**told, "left": live_bytes() - before, "shown": repr(sharded)})
     return found
 
 
@@ -268,55 +264,41 @@ def test_a_checkpoint_gives_back_the_same_bytes_on_other_ranks(pool: Pool, tmp_p
         assert torch.equal(second["params"][name], first["decoded"][name])
 
 
-def written(rank: int, ranks: int, tier: str) -> dict[str, Tensor]:
-    """Other values, as a state dict and by hand; and what a model whose frozen weights are those holds of them."""
+def written(rank: int, ranks: int, tier: str) -> None:
+    """Other values, as a state dict and by hand; what is held of them is what a model with those values holds."""
     sharded = sharded_net(3, "nf4", OffloadConfig(frozen=tier))
-    optim = AdamW(sharded)
-    train(sharded, optim, batches()[:1])
+    train(sharded, AdamW(sharded), batches()[:1])
+    values = {name: value.detach() * 2 for name, value in net().state_dict().items()}
     others = sharded_net(3, "param").model.state_dict()
     sharded.model.load_state_dict({name: value * 2 for name, value in others.items()})
-    doubled = {name: whole(value) for name, value in sharded.model.state_dict().items()}
-    with torch.no_grad():
-        sharded.model.get_parameter("blocks.0.up.weight").add_(1)
-    state = {name: whole(value) for name, value in sharded.model.state_dict().items()}
-    fresh = net()
-    with torch.no_grad():
-        for param in fresh.parameters():
-            param.mul_(2)
-    twice = wholes(shard(fresh, 3, precision=PrecisionConfig(param="fp32", frozen="nf4")))
-    with torch.no_grad():
+    for added in (0, 1):
+        with torch.no_grad():
+            sharded.model.get_parameter("blocks.0.up.weight").add_(added)
+        values["blocks.0.up.weight"] += added
         fresh = net()
-        fresh.load_state_dict(doubled)
-        fresh.get_parameter("blocks.0.up.weight").add_(1)
-    added = wholes(shard(fresh, 3, precision=PrecisionConfig(param="fp32", frozen="nf4")))
-    assert all(torch.equal(doubled[name], value) for name, value in twice.items())
-    assert all(torch.equal(state[name], value) for name, value in added.items())
-    assert not torch.equal(state["blocks.0.up.weight"], doubled["blocks.0.up.weight"] + 1), "rounded to the levels"
-    return {**state, "loss": loss_of(sharded.model, batches()[0]).detach()}
+        fresh.load_state_dict(values)
+        want = wholes(shard(fresh, 3, precision=PrecisionConfig(param="fp32", frozen="nf4")))
+        values = {name: whole(value) for name, value in sharded.model.state_dict().items()}
+        assert all(torch.equal(value, want[name]) for name, value in values.items())
+        plain = net()
+        plain.load_state_dict(values)
+        tokens = batches()[0]
+        torch.testing.assert_close(loss_of(sharded.model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
 
 
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_weights_that_are_written_are_quantized_anew(pool: Pool, tier: str) -> None:
-    found = pool.run(written, 2, tier)[0]
-    model, loss = net(), found.pop("loss")
-    model.load_state_dict(found)
-    torch.testing.assert_close(loss, loss_of(model, batches()[0]).detach(), rtol=1e-6, atol=0)
+    pool.run(written, 2, tier)
 
 
-def without_values(rank: int, ranks: int) -> None:
-    with torch.device("meta"):
+def test_weights_without_values_are_refused() -> None:
+    meta = torch.device("meta")
+    with meta:
         model = net()
-    shard(model, 3, precision=PrecisionConfig(frozen="nf4"), init=ModelInit(device=torch.device("meta")))
-
-
-def test_weights_without_values_are_refused(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match=r"precision.frozen=nf4: blocks.0.up.weight has no values on meta"):
-        pool.run(without_values, 1)
-
-
-def refused(rank: int, ranks: int, model: nn.Module, kind: str, tier: str | None) -> None:
-    shard(model, 3, precision=PrecisionConfig(frozen=kind), offload=OffloadConfig(frozen=tier))
+    told = r"precision.frozen=nf4: blocks.0.up.weight has no values on meta"
+    with fake_ranks(1), pytest.raises(ValueError, match=told):
+        shard(model, 3, precision=PrecisionConfig(frozen="nf4"), init=ModelInit(device=meta))
 
 
 NARROW = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
@@ -330,8 +312,6 @@ NARROW = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
         (NARROW, "nf4", None, "precision.frozen=nf4 has no effect with no frozen matrix"),
     ],
 )
-def test_settings_without_effect_are_refused(
-    pool: Pool, model: nn.Module, kind: str, tier: str | None, told: str
-) -> None:
-    with pytest.raises(WorkerError, match=told):
-        pool.run(refused, 1, model, kind, tier)
+def test_settings_without_effect_are_refused(model: nn.Module, kind: str, tier: str | None, told: str) -> None:
+    with fake_ranks(1), pytest.raises(ValueError, match=told):
+        shard(copy.deepcopy(model), 3, precision=PrecisionConfig(frozen=kind), offload=OffloadConfig(frozen=tier))

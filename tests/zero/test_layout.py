@@ -12,7 +12,7 @@ from fake_ranks import fake_ranks
 from torch.distributed.tensor import Replicate, Shard
 from training_loops import sharded_net
 
-from dzero import ModelInit, ParallelConfig, PrecisionConfig, ZeroConfig, make_mesh, parallelize, shard, testing
+from dzero import ModelInit, ParallelConfig, make_mesh, parallelize, shard, testing
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -67,40 +67,21 @@ def test_shards_are_padded_rows_of_the_first_dim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "told"),
     [
-        (lambda: ZeroConfig(stage=5), "zero.stage=5: choose 0, 1, 2 or 3"),
-        (lambda: ZeroConfig(reduction="fast"), "zero.reduction='fast': choose one of ['auto', 'exact', 'native']"),
-        (
-            lambda: ZeroConfig(stage=1, reshard_after_forward=False),
-            "zero.reshard_after_forward=false has no effect with zero.stage=1",
-        ),
-        (lambda: PrecisionConfig(param="bf17"), "precision.param='bf17': choose one of ['fp32', 'bf16', 'fp16']"),
-        (lambda: PrecisionConfig(reduce="int2"), "precision.reduce='int2': choose one of"),
-        (lambda: PrecisionConfig(master="bf16"), "precision.master='bf16': choose one of ['fp32', 'remainder']"),
-        (lambda: PrecisionConfig(moments="fp8"), "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']"),
-        (
-            lambda: PrecisionConfig(param="fp16", master="remainder"),
-            "precision.master=remainder with precision.param=fp16: the remainder is",
-        ),
-        (lambda: PrecisionConfig(grad="fp16"), "precision.grad=fp16 with precision.param=bf16"),
-        (lambda: layout(reduce="fp32"), "precision.reduce=fp32 with gradients stored in bf16: the payload is wider"),
-        (
-            lambda: layout(replicate=2, grad="bf16"),
-            "precision.grad=bf16 with mesh axis replicate of size 2 and mesh axis shard of size 2: hybrid sharding "
-            "keeps fp32 gradients between its two hops; take precision.grad=auto",
-        ),
-        (
-            lambda: layout(3, ranks=8, reshard=3),
-            "zero.reshard_after_forward=3 with mesh axis shard of size 8: parameters are resharded over a part of "
-            "the axis; take true, false or a divisor between: [2, 4]",
-        ),
+        ({"reduction": "fast"}, "zero.reduction='fast': choose one of ['auto', 'exact', 'native']"),
+        ({"reduce": "int2"}, "precision.reduce='int2': choose one of"),
+        ({"master": "bf16"}, "precision.master='bf16': choose one of ['fp32', 'remainder']"),
+        ({"moments": "fp8"}, "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']"),
+        ({"reshard": 3}, "take true, false or a divisor between: [2, 4]"),
+        ({"grad": "bf16", "replicate": 2}, "hybrid sharding keeps fp32 gradients between its two hops"),
     ],
+    ids=str,
 )
-def test_errors_name_the_key_the_value_and_the_repair(make: Any, message: str) -> None:
-    """Those that a command line meets are all in `tests/test_compatibility.py`."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()
+def test_errors_name_the_key_the_value_and_the_repair(kind: dict[str, Any], told: str) -> None:
+    """What does not go together is all in `tests/test_compatibility.py`."""
+    with pytest.raises(ValueError, match=re.escape(told)):
+        layout(3, ranks=8, **kind)
 
 
 @pytest.mark.parametrize(
