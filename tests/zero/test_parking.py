@@ -200,24 +200,30 @@ def test_whatever_reads_parked_states_is_refused_and_nothing_is_lost(
         assert differ == []
 
 
-def failing(rank: int, ranks: int, folder: str) -> tuple[list[str], list[str]]:
-    """What is said when disk or device are too small or fail, at any time; and what differs after it all."""
-    kwargs = STAGE_1
-    sharded, optim = made(folder, **kwargs)
-    train(sharded, optim, "uneven", steps=2)
-    want = snapshot(sharded, optim)
-    told = []
-    pwritev, calls = os.pwritev, []
+def failing(owner: Any, name: str, at: int, error: BaseException, do: Any) -> str:
+    """What is said where the call of that number of a function raises an error."""
+    real, calls = getattr(owner, name), []
 
-    def full_after_two(fd: int, data: Any, offset: int) -> int:
-        calls.append(offset)
-        if len(calls) > 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return pwritev(fd, data, offset)
+    def some(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == at:
+            raise error
+        return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pwritev", full_after_two)
-        told.append(told_by(lambda: sharded.park("disk", folder)))
+        patch.setattr(owner, name, some)
+        with pytest.raises(BaseException) as raised:  # noqa: PT011  # the caller compares what it says
+            do()
+    return str(raised.value)
+
+
+def too_small(rank: int, ranks: int, folder: str) -> tuple[list[str], list[str]]:
+    """What is said when disk or device are too small or fail, at any time; and what differs after it all."""
+    sharded, optim = made(folder, **STAGE_1)
+    train(sharded, optim, "uneven", steps=2)
+    want = snapshot(sharded, optim)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    told = [failing(os, "pwritev", 3, full, lambda: sharded.park("disk", folder))]
     assert unequal(want, snapshot(sharded, optim)) == []
     sharded.park("disk", folder)
     preadv = os.preadv
@@ -228,35 +234,24 @@ def failing(rank: int, ranks: int, folder: str) -> tuple[list[str], list[str]]:
     told.append(told_by(sharded.park))
     sharded.unpark()
     sharded.park("host")
-    copied, copy_ = [], Tensor.copy_
-
-    def too_large(*args: Any, **kwargs: Any) -> Tensor:
-        copied.append(args)
-        if len(copied) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return copy_(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "copy_", too_large)
-        told.append(told_by(sharded.unpark))
+    told.append(failing(Tensor, "copy_", 3, torch.OutOfMemoryError("CUDA out of memory"), sharded.unpark))
     assert sum(optim.state_bytes().values()) == 0
     sharded.unpark()
     return told, unequal(want, snapshot(sharded, optim))
 
 
+TOO_SMALL = [
+    ("writing the parked states", "No space left on device"),
+    ("the parked states of", "are not what was written: the disk or its cable is failing"),
+    (PARKED,),
+    ("unpark(): the device has no room for", "meanwhile, and call unpark() again"),
+]
+
+
 def test_a_full_disk_or_device_and_a_damaged_file_are_one_line_and_lose_nothing(pool: Pool, tmp_path: Path) -> None:
-    for told, differ in pool.run(failing, 2, str(tmp_path)):
+    for told, differ in pool.run(too_small, 2, str(tmp_path)):
         assert differ == []
-        for said, parts in zip(
-            told,
-            [
-                (f"{tmp_path}: writing the parked states", "No space left on device"),
-                (f"{tmp_path}: the parked states of", "are not what was written: the disk or its cable is failing"),
-                (PARKED,),
-                ("unpark(): the device has no room for", "meanwhile, and call unpark() again"),
-            ],
-            strict=True,
-        ):
+        for said, parts in zip(told, TOO_SMALL, strict=True):
             assert all(part in said for part in parts), said
         assert not any("\n" in each for each in told)
     assert list(tmp_path.iterdir()) == []
@@ -270,18 +265,7 @@ def interrupted(rank: int, ranks: int, folder: str) -> list[Any]:
     found: list[Any] = []
 
     def interrupt(owner: Any, name: str, at: int, do: Any) -> None:
-        real, calls = getattr(owner, name), []
-
-        def some(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            if len(calls) == at:
-                raise KeyboardInterrupt
-            return real(*args, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, some)
-            with pytest.raises(KeyboardInterrupt):
-                do()
+        failing(owner, name, at, KeyboardInterrupt(), do)
 
     for at in (1, 3):
         interrupt(Tensor, "copy_", at, sharded.park)

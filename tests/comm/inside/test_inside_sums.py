@@ -29,12 +29,18 @@ from dzero.comm.residuals import Residuals, residual_bytes
 from dzero.comm.wire import FORMATS, Blocks, Wire
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# (buffer, wire, output): gradients, payload, what is kept
-DTYPES = [(FP32, FP32, FP32), (BF16, BF16, BF16), (FP16, FP16, FP16), (BF16, BF16, FP32), (FP32, BF16, FP32)]
+Format = tuple[torch.dtype, Wire, torch.dtype]
+"""Of gradients, of the payload, and of what is kept."""
+DTYPES: list[Format] = [
+    (FP32, FP32, FP32),
+    (BF16, BF16, BF16),
+    (FP16, FP16, FP16),
+    (BF16, BF16, FP32),
+    (FP32, BF16, FP32),
+]
 DTYPES += [(FP32, FP16, FP32), (BF16, FP16, BF16)]
 SIZES = ((1000, False), (7, True), (257, False), (0, False), (1, False))
 ELEMS = 1265
-NOTICED = "tests/comm/inside/test_inside_sums.py::test_exact_is_the_rank_ordered_fp32_average_in_blocks_of_any_size"
 
 
 def world() -> dist.ProcessGroup:
@@ -50,49 +56,103 @@ def drawn(ranks: int, elems: int, dtype: torch.dtype = FP32, seed: int = 0) -> l
     return list(values.to(dtype))
 
 
-def average(payloads: list[Tensor], output: torch.dtype) -> Tensor:
-    """The contract, spelled out: fp32 sum in rank order, times fp32(1/N), one rounding."""
-    total = payloads[0].float()
-    for payload in payloads[1:]:
-        total = total + payload.float()
-    return (total * torch.tensor(1.0 / len(payloads))).to(output)
+def rounded(values: Tensor, blocks: Blocks) -> Tensor:
+    """What a part is after it was sent in blocks, in fp32: each matrix by itself, 256 elements at a time."""
+    parts, most = [], torch.tensor(2.0 ** (blocks.bits - 1) - 1)
+    for part, (_, whole) in zip(values.float().split([elems for elems, _ in blocks.sizes]), blocks.sizes, strict=True):
+        pieces = (part,) if whole or not len(part) else part.split(256)
+        for piece in pieces:
+            largest = piece.abs().max() if len(piece) else torch.tensor(0.0)
+            if whole or not len(piece):
+                parts.append(piece)
+            elif blocks.code == "fp8":
+                parts.append(as_float8(piece, largest))
+            else:
+                parts.append(torch.round(piece * (most / largest)) * (largest / most))
+    return torch.cat(parts)
 
 
-def check_exact(rank: int, ranks: int, sizes: tuple[int, ...]) -> None:
-    exact = ExactReduction(world())
-    for (buffer, wire, kept), elems in itertools.product(DTYPES, sizes):
+def as_float8(piece: Tensor, largest: Tensor) -> Tensor:
+    """By torch's own cast, of the values over the smallest power of two that keeps them below 448."""
+    scale = torch.exp2(torch.ceil(torch.log2(largest.double() / 448)))
+    return (piece.double() / scale).float().to(torch.float8_e4m3fn).float() * scale.float()
+
+
+def in_hops(
+    of_ranks: list[Tensor], wire: Wire, hops: Hops, left: dict[tuple[str, int], Tensor] | None = None
+) -> Tensor:
+    """The contract: payloads of a group are added in fp32 and rank order, then what the groups send, and the sum is
+    multiplied by fp32(1/N). With feedback, what a hop sends is rounded together with what rounding left, in `left`."""
+
+    def payload(hop: str, of: int, values: Tensor) -> Tensor:
+        if not isinstance(wire, Blocks):
+            return values.to(wire).float() if hop == "first" else values
+        if left is None:
+            return rounded(values, wire)
+        wanted = left.get((hop, of), torch.zeros(ELEMS)) + values
+        got = rounded(wanted, wire)
+        left[hop, of] = wanted - got
+        return got
+
+    groups = []
+    for first in range(0, len(of_ranks), hops.inner):
+        total = payload("first", first, of_ranks[first])
+        for rank in range(first + 1, first + hops.inner):
+            total = total + payload("first", rank, of_ranks[rank])
+        groups.append(payload("second", first, total) if hops.outer > 1 else total)
+    total = groups[0]
+    for group in groups[1:]:
+        total = total + group
+    return total * torch.tensor(1.0 / len(of_ranks))
+
+
+def check_sums(rank: int, ranks: int, routes: list[Hops], formats: list[Format], sizes: tuple[int, ...]) -> None:
+    for hops, (buffer, wire, kept), elems in itertools.product(routes, formats, sizes):
+        exact, where = ExactReduction(world(), hops), (hops, buffer, wire, kept, elems)
         full = drawn(ranks, ranks * elems, buffer)
-        part = slice(rank * elems, (rank + 1) * elems)
+        part, before = slice(rank * elems, (rank + 1) * elems), full[rank].clone()
         output = torch.empty(elems, dtype=kept)
-        before = full[rank].clone()
         exact.reduce_scatter(output, full[rank], wire)
-        want = average([f.to(wire)[part] for f in full], kept)
-        assert torch.equal(output, want), (buffer, wire, kept, elems)
-        assert torch.equal(full[rank], before)
-
-        whole = drawn(ranks, elems, kept, seed=1)
-        mine = whole[rank].clone()
-        exact.all_reduce(mine, wire)
-        assert torch.equal(mine, average([w.to(wire) for w in whole], kept)), (kept, wire, elems)
-
-        gathered = torch.empty(ranks * elems, dtype=buffer)
-        parts = drawn(ranks, elems, buffer, seed=2)
+        assert torch.equal(output, in_hops([each[part] for each in full], wire, hops).to(kept)), where
+        assert torch.equal(full[rank], before), where
+        if not isinstance(wire, Blocks):
+            whole = drawn(ranks, elems, kept, seed=1)
+            mine = whole[rank].clone()
+            exact.all_reduce(mine, wire)
+            assert torch.equal(mine, in_hops(whole, wire, hops).to(kept)), where
+        gathered, parts = torch.empty(ranks * elems, dtype=buffer), drawn(ranks, elems, buffer, seed=2)
         for work in exact.all_gather(gathered, parts[rank]):
             work.wait()
-        assert torch.equal(gathered, torch.cat(parts)), (buffer, elems)
+        assert torch.equal(gathered, torch.cat(parts)), where
 
 
-def check_in_blocks(rank: int, ranks: int) -> None:
+def check_in_pieces(rank: int, ranks: int) -> None:
     """In one piece, and down to one element at a time."""
-    check_exact(rank, ranks, (0, 1, 7, 1001))
+    check_sums(rank, ranks, [Hops(ranks)], DTYPES, (0, 1, 7, 1001))
     for block_bytes in (2, 512):
         with patch.dict(reduction.BLOCK_BYTES, cpu=block_bytes):
-            check_exact(rank, ranks, (0, 1, 53))
+            check_sums(rank, ranks, [Hops(ranks)], DTYPES, (0, 1, 53))
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.full(NOTICED)) for ranks in (2, 4))])
-def test_exact_is_the_rank_ordered_fp32_average_in_blocks_of_any_size(pool: Pool, ranks: int) -> None:
-    pool.run(check_in_blocks, ranks)
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [3, 2, 4])
+def test_exact_is_the_rank_ordered_fp32_average_in_pieces_of_any_size(pool: Pool, ranks: int) -> None:
+    pool.run(check_in_pieces, ranks)
+
+
+def check_hops(rank: int, ranks: int, block_bytes: int, codes: tuple[str, ...]) -> None:
+    routes = [Hops(ranks), Hops(2, ranks // 2), Hops(2, ranks // 2, nodes=True)]
+    blocks: list[Format] = [(dtype, Blocks(SIZES, code), dtype) for dtype in (BF16, FP32) for code in codes]
+    with patch.dict(reduction.BLOCK_BYTES, cpu=block_bytes):
+        check_sums(rank, ranks, routes, [(FP32, FP32, FP32), (FP32, BF16, BF16)], (0, 1, ranks + 1, 501))
+        check_sums(rank, ranks, routes, blocks, (ELEMS,))
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("codes", [("int4", "int8"), ("fp8",)], ids=str)
+@pytest.mark.parametrize("block_bytes", [2000, 4 << 20], ids=["in pieces", "in one piece"])
+def test_sums_in_hops_and_blocks_are_their_definitions(pool: Pool, block_bytes: int, codes: tuple[str, ...]) -> None:
+    pool.run(check_hops, 4, block_bytes, codes)
 
 
 def staging(rank: int, ranks: int) -> list[int]:
@@ -155,97 +215,6 @@ def test_native_divides_fp16_before_it_sums(pool: Pool) -> None:
         assert found == [40_000.0, 40_000.0]
 
 
-def rounded(values: Tensor, blocks: Blocks) -> Tensor:
-    """What a part is after it was sent in blocks, in fp32: each matrix by itself, 256 elements at a time."""
-    parts, most = [], torch.tensor(2.0 ** (blocks.bits - 1) - 1)
-    for part, (_, whole) in zip(values.float().split([elems for elems, _ in blocks.sizes]), blocks.sizes, strict=True):
-        pieces = (part,) if whole or not len(part) else part.split(256)
-        for piece in pieces:
-            largest = piece.abs().max() if len(piece) else torch.tensor(0.0)
-            if whole or not len(piece):
-                parts.append(piece)
-            elif blocks.code == "fp8":
-                parts.append(as_float8(piece, largest))
-            else:
-                parts.append(torch.round(piece * (most / largest)) * (largest / most))
-    return torch.cat(parts)
-
-
-def as_float8(piece: Tensor, largest: Tensor) -> Tensor:
-    """By torch's own cast, of the values over the smallest power of two that keeps them below 448."""
-    scale = torch.exp2(torch.ceil(torch.log2(largest.double() / 448)))
-    return (piece.double() / scale).float().to(torch.float8_e4m3fn).float() * scale.float()
-
-
-def sent(values: Tensor, wire: Wire) -> Tensor:
-    return rounded(values, wire) if isinstance(wire, Blocks) else values.to(wire).float()
-
-
-def in_hops(of_ranks: list[Tensor], wire: Wire, hops: Hops) -> Tensor:
-    """The contract: payloads of a group are added in rank order, then what the groups send, and the sum is divided."""
-    groups = []
-    for first in range(0, len(of_ranks), hops.inner):
-        total = sent(of_ranks[first], wire)
-        for values in of_ranks[first + 1 : first + hops.inner]:
-            total = total + sent(values, wire)
-        groups.append(sent(total, wire) if hops.outer > 1 and isinstance(wire, Blocks) else total)
-    total = groups[0]
-    for group in groups[1:]:
-        total = total + group
-    return total * torch.tensor(1.0 / len(of_ranks))
-
-
-def check_hops(rank: int, ranks: int, block_bytes: int, codes: tuple[str, ...]) -> None:
-    mine = slice(rank * ELEMS, (rank + 1) * ELEMS)
-    blocks = [(Blocks(SIZES, code), dtype, dtype) for code, dtype in zip(codes, (BF16, FP32, FP16), strict=False)]
-    for hops in (Hops(ranks), Hops(2, ranks // 2), Hops(2, ranks // 2, nodes=True)):
-        exact = ExactReduction(world(), hops)
-        for wire, buffer, kept in ((FP32, FP32, FP32), (BF16, FP32, BF16), *blocks):
-            full = [each.to(buffer) for each in drawn(ranks, ranks * ELEMS)]
-            output = torch.empty(ELEMS, dtype=kept)
-            with patch.dict(reduction.BLOCK_BYTES, cpu=block_bytes):
-                exact.reduce_scatter(output, full[rank], wire)
-            want = in_hops([each[mine] for each in full], wire, hops).to(kept)
-            assert torch.equal(output, want), (wire, hops, block_bytes)
-        for elems in (0, 1, ranks + 1, 501):
-            every = drawn(ranks, elems)
-            whole = every[rank].clone()
-            exact.all_reduce(whole, FP32)
-            assert torch.equal(whole, in_hops(every, FP32, hops)), (elems, hops)
-        gathered, parts = torch.empty(ranks * 77), drawn(ranks, 77)
-        for work in exact.all_gather(gathered, parts[rank]):
-            work.wait()
-        assert torch.equal(gathered, torch.cat(parts))
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("codes", [("int4", "int8"), ("fp8", "fp8", "int4")], ids=str)
-@pytest.mark.parametrize("block_bytes", [2000, 4 << 20], ids=["in pieces", "in one piece"])
-def test_sums_in_hops_and_blocks_are_their_definitions(pool: Pool, block_bytes: int, codes: tuple[str, ...]) -> None:
-    pool.run(check_hops, 4, block_bytes, codes)
-
-
-def by_hand(of_ranks: list[Tensor], wire: Blocks, hops: Hops, left: dict[tuple[str, int], Tensor]) -> Tensor:
-    """The contract of feedback: what a hop sends is rounded together with what rounding left, in `left`, before."""
-
-    def payload(hop: str, of: int, values: Tensor) -> Tensor:
-        wanted = left.get((hop, of), torch.zeros(ELEMS)) + values
-        got = rounded(wanted, wire)
-        left[hop, of] = wanted - got
-        return got
-
-    groups = []
-    for first in range(0, len(of_ranks), hops.inner):
-        total = payload("first", first, of_ranks[first])
-        for rank in range(first + 1, first + hops.inner):
-            total = total + payload("first", rank, of_ranks[rank])
-        groups.append(payload("second", first, total) if hops.outer > 1 else total)
-    total = groups[0]
-    for group in groups[1:]:
-        total = total + group
-    return total * torch.tensor(1.0 / len(of_ranks))
-
-
 def check_feedback(rank: int, ranks: int, codes: tuple[str, ...]) -> None:
     mine = slice(rank * ELEMS, (rank + 1) * ELEMS)
     for code, hops in itertools.product(codes, (Hops(ranks), Hops(2, ranks // 2))):
@@ -256,7 +225,7 @@ def check_feedback(rank: int, ranks: int, codes: tuple[str, ...]) -> None:
         for step in range(3):
             of_step = [each.roll(step) for each in full]
             exact.reduce_scatter(output, of_step[rank], wire, residuals)
-            assert torch.equal(output, by_hand([each[mine] for each in of_step], wire, hops, left)), (code, hops, step)
+            assert torch.equal(output, in_hops([each[mine] for each in of_step], wire, hops, left)), (code, hops, step)
         mean, sums = torch.stack(full).mean(0)[mine], [torch.zeros(ELEMS) for _ in range(2)]
         for _ in range(30):
             for total, added in zip(sums, (residuals, None), strict=True):
