@@ -99,10 +99,11 @@ def check(rows: list[dict[str, Any]]) -> None:
         assert row["differ"] == [], row["cell"]
         assert row["left"] == 0, row["cell"]
         assert all(a == b for a, b in pairwise(row["freed"][1:])), row["cell"]
-        assert row["freed"][-1] == row["rest"] == row["held"], row["cell"]
+        assert row["freed"][-1] == row["rest"], row["cell"]
         if row["cell"].get("net") == "even":  # 2 ranks cut it evenly: all of the states, each byte once
             assert set(row["freed"]) == {row["formula"]}, row["cell"]
         tiers = row["cell"].get("offload", {})
+        assert tiers or row["held"] == row["rest"], row["cell"]
         stays = {"param", "master", "moments"} <= tiers.keys()  # off the device all the time
         assert (row["freed"][-1] > 0) != stays, row["cell"]
 
@@ -296,7 +297,7 @@ def half_made(rank: int, ranks: int) -> list[int]:
     """What parking frees while an optimizer is there whose constructor failed, and without any."""
     sharded = sharded_net("uneven", **STAGE_3)
     with pytest.raises(ZeroDivisionError) as kept:  # whose traceback has the optimizer
-        TorchOptimizer(sharded, Fails, lr=0.1)
+        TorchOptimizer(sharded, Fails, elementwise=True, lr=0.1)
     freed = sharded.park()
     del kept
     return [freed, sharded_net("uneven", **STAGE_3).park()]
