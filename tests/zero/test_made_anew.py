@@ -34,7 +34,7 @@ def ended(folder: Path, early: list[float]) -> list[float]:
         time.sleep(0.1)
 
 
-DEFAULT = ("stage 3", "disk", "muon on the host", "checkpoints", "tensor", "pipeline", "another mesh")
+DEFAULT = ("stage 3", "disk", "checkpoints", "tensor", "pipeline", "another mesh")
 NOTICED = "tests/zero/test_made_anew.py::test_what_is_made_anew_leaves_nothing"
 
 

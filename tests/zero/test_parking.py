@@ -31,9 +31,9 @@ FEW: list[dict[str, Any]] = [
     {**STAGE_3, "moments": "int8"},
     {**STAGE_3, "offload": ALL_AWAY},
     {**STAGE_3, "rule": "muon"},
-    {"stage": 2, **BF16, "microbatches": 2},
 ]
 OTHERS: list[dict[str, Any]] = [
+    {"stage": 2, **BF16, "microbatches": 2},
     {"stage": 0, **BF16, "master": "remainder"},
     {"stage": 2, "param": "fp32"},
     {"stage": 3, "param": "fp16"},

@@ -14,7 +14,7 @@ from training_loops import params_of, sharded_net, train, unequal
 
 from dzero import AdamW, CheckpointConfig, Checkpointer, OffloadConfig, TorchOptimizer
 
-RANKS, STEPS, RATE = 4, 3, 0.05
+RANKS, STEPS, RATE = 4, 2, 0.05
 
 
 def rounded(values: Tensor, code: str) -> Tensor:
