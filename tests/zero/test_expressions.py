@@ -214,17 +214,15 @@ def test_expressions_on_weights_in_host_memory_mean_what_they_mean_in_plain_torc
 
 
 @pytest.mark.full(NOTICED)
-def test_all_expressions_of_the_page_on_weights_in_host_memory(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "stage", "host"),
+    [(2, 3, True), *((ranks, stage, False) for ranks in (1, 2, 3) for stage in (0, 1, 2, 3))],
+)
+def test_all_expressions_of_the_page_mean_what_they_mean_in_plain_torch(
+    pool: Pool, ranks: int, stage: int, host: bool
+) -> None:
     for start in range(0, len(CASES), 100):
-        assert check(pool, 2, 3, CASES[start : start + 100], host=True) == {}
-
-
-@pytest.mark.full(NOTICED)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_all_expressions_of_the_page_mean_what_they_mean_in_plain_torch(pool: Pool, ranks: int, stage: int) -> None:
-    for start in range(0, len(CASES), 100):
-        assert check(pool, ranks, stage, CASES[start : start + 100]) == {}
+        assert check(pool, ranks, stage, CASES[start : start + 100], host=host) == {}
 
 
 class Mlp(nn.Module):

@@ -151,19 +151,3 @@ def test_a_run_that_resumes_has_the_bits_of_the_one_that_went_on(pool: Pool, tmp
     for differ, without_a_save in pool.run(resumed, 2, str(tmp_path)):
         assert differ == []
         assert without_a_save != []
-
-
-def overflowed(rank: int, ranks: int) -> tuple[bool, list[str]]:
-    sharded = sharded_net("even", param="bf16", reduce="int8")
-    optim = AdamW(sharded)
-    before = params_of(sharded)
-    batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank][0]
-    loss = small_decoders.loss_fn(sharded.model, batch)
-    (loss * (float("inf") if rank == 1 else 1)).backward()
-    optim.step()
-    assert optim.last_decision is not None
-    return optim.last_decision.finite, unequal(before, params_of(sharded))
-
-
-def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(pool: Pool) -> None:
-    assert pool.run(overflowed, 2) == [(False, [])] * 2
