@@ -30,10 +30,10 @@ FEW: list[dict[str, Any]] = [
     {**STAGE_1, "net": "even"},
     {**STAGE_3, "moments": "int8"},
     {**STAGE_3, "offload": ALL_AWAY},
-    {**STAGE_3, "rule": "muon"},
 ]
 OTHERS: list[dict[str, Any]] = [
     {"stage": 2, **BF16, "microbatches": 2},
+    {**STAGE_3, "rule": "muon"},
     {"stage": 0, **BF16, "master": "remainder"},
     {"stage": 2, "param": "fp32"},
     {"stage": 3, "param": "fp16"},

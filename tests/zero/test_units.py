@@ -158,6 +158,7 @@ def test_a_large_embedding_and_a_large_head_of_ones_own_are_units_around_the_blo
     assert names(decoders.on_meta(SMALL, hidden_size=64)) == BLOCKS, "a collective more would cost what it hides"
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
 def test_ends_of_transformers_models_are_found_by_what_these_say_of_themselves(kind: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "tie_word_embeddings": False}

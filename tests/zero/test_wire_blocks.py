@@ -81,7 +81,7 @@ def steps_of(
     return params_of(sharded), losses
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("gather", "reduce", "group"),
     [("int4", "int8", 2), ("param", "int8", None), ("fp8", "fp8", 2), ("int8", "auto", None), ("int4", "int4", 2)],
