@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+from warm_python import COLD
 
 STALLS = "tests/comm/test_watchdog.py::test_a_loop_of_ones_own_that_stalls_says_who_waits_where"
 SLOW_S, BUSY_S = 8, 60
@@ -115,7 +116,10 @@ SAYS = {
 def own_loop(
     folder: Path, kind: str, timeout_s: float
 ) -> Iterator[tuple[Callable[[], str], list[subprocess.Popen[bytes]]]]:
-    """Two ranks of a loop, one of which leaves the other alone; give what both have written, and their processes."""
+    """Two ranks of a loop, one of which leaves the other alone; give what both have written, and their processes.
+
+    What is said of an error at the end of a process is the interpreter's, which a warm start has no part in.
+    """
     (folder / "own.py").write_text(OWN.replace("THEN", (ENDLESS | LONG)[kind]))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
@@ -125,7 +129,7 @@ def own_loop(
             subprocess.Popen(
                 [sys.executable, str(folder / "own.py"), str(timeout_s)],
                 cwd=folder,
-                env=os.environ | group | agent | {"RANK": str(rank)},
+                env=os.environ | group | agent | {"RANK": str(rank)} | (COLD if kind == "raises" else {}),
                 stdout=log,
                 stderr=log,
             )

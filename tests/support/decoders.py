@@ -33,14 +33,14 @@ TRANSFORMERS = {
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0}
 
 
-def on_meta(vocab_size: int | None = 64, **settings: Any) -> nn.Module:
-    """The model of settings `model.*`, without values: a small llama, with what is given over its sizes."""
-    return models.build(config_of(settings), vocab_size)
+def on_meta(vocab: int | None = 64, /, **settings: Any) -> nn.Module:
+    """The model of settings `model.*` for data of `vocab` ids, without values: a small llama where nothing is given."""
+    return models.build(config_of(settings), vocab)
 
 
-def with_values(vocab_size: int | None = 64, *, seed: int = 0, **settings: Any) -> nn.Module:
+def with_values(vocab: int | None = 64, /, *, seed: int = 0, **settings: Any) -> nn.Module:
     """The same with values: those of `seed`, or those of the folder that `weights` names."""
-    model = on_meta(vocab_size, **settings)
+    model = on_meta(vocab, **settings)
     models.materialiser(config_of(settings), model, seed=seed, device="cpu")(model)
     return model
 
