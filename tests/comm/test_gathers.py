@@ -15,7 +15,6 @@ from pool import Pool
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dzero import make_mesh
-from dzero.mesh import SHARD
 
 KINDS = """
 import torch, torch.distributed as dist
@@ -48,12 +47,12 @@ def test_gathers_of_dtensors_have_the_name_of_plain_ones(begin: str) -> None:
 def gathered(rank: int, ranks: int) -> list[torch.Tensor]:
     """What each rank gathers: a DTensor, and two tensors in one call, which must return before rank 1 takes part."""
     mesh = make_mesh("cpu")
-    whole = distribute_tensor(torch.arange(5.0), mesh[SHARD], [Shard(0)]).full_tensor()
+    whole = distribute_tensor(torch.arange(5.0), mesh["shard"], [Shard(0)]).full_tensor()
     outputs = [torch.empty(ranks * elems) for elems in (4, 3)]
     parts = [torch.full((4,), 1.0 + rank, requires_grad=True), torch.full((3,), 5.0 + rank)]
     if rank == 1:
         dist.recv(torch.empty(1), 0)
-    work = mesh.get_group(SHARD).allgather_into_tensor_coalesced(outputs, parts)
+    work = mesh.get_group("shard").allgather_into_tensor_coalesced(outputs, parts)
     if rank == 0:
         dist.send(torch.ones(1), 1)
     work.wait()
@@ -77,13 +76,13 @@ def test_a_gather_into_the_wrong_size_is_still_refused(pool: Pool) -> None:
 
 def many(rank: int, ranks: int) -> None:
     """Gathers that end on both threads at the same time: torch 2.13 alone crashed within 400,000 in every run."""
-    group = make_mesh("cpu").get_group(SHARD)
+    group = make_mesh("cpu").get_group("shard")
     output, part = torch.empty(4 * ranks), torch.ones(4)
     for _ in range(2500):
         for work in [group.allgather_into_tensor_coalesced([output], [part]) for _ in range(200)]:
             work.wait()
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/comm/test_gathers.py::test_several_tensors_are_gathered_at_once")
 def test_half_a_million_gathers_do_not_crash(pool: Pool) -> None:
     pool.run(many, 1, timeout_s=300)

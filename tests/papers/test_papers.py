@@ -24,10 +24,8 @@ from papers.arithmetic import (
     zero_bytes,
 )
 from papers.assumptions import Papers, Shape, read_papers
-from papers.tables import paper_tables
 
 from dzero import OffloadConfig
-from dzero.zero.cost_model import paper_bytes
 
 CONF = Path(__file__).parents[2] / "conf"
 GB = 1e9
@@ -66,23 +64,16 @@ def papers() -> Papers:
     return read_papers()
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "line"), [(name, ranks, line) for name, rows in TABLE_1.items() for ranks, line in rows.items()]
-)
-def test_table_1_of_zero(papers: Papers, name: str, ranks: int, line: str) -> None:
+@pytest.mark.parametrize("name", TABLE_1)
+def test_table_1_of_zero(papers: Papers, name: str) -> None:
     """To less than one unit of the last printed digit: the paper rounds some figures and cuts others."""
-    model = next(model for model in papers.zero.models if model.name == name)
-    for published, stage in zip(line.split(), papers.zero.stages.values(), strict=True):
-        last_digit = 10.0 ** -len(published.partition(".")[2])
-        computed = zero_bytes(papers.zero, model.elems, stage, ranks)
-        assert computed / GB == pytest.approx(float(published), abs=last_digit * 0.999)
-        assert computed == pytest.approx(paper_bytes(layout_of(stage, ranks), model.elems).total, abs=4)
-
-
-def test_every_row_and_column_of_table_1_is_computed(papers: Papers) -> None:
-    assert [model.name for model in papers.zero.models] == list(TABLE_1)
-    assert papers.zero.ranks == list(TABLE_1["1 T"])
-    assert list(papers.zero.stages) == ["Pos", "Pos+g", "Pos+g+p"]
+    (model,) = (model for model in papers.zero.models if model.name == name)
+    assert papers.zero.ranks == list(TABLE_1[name])
+    for ranks, line in TABLE_1[name].items():
+        for published, stage in zip(line.split(), papers.zero.stages.values(), strict=True):
+            last_digit = 10.0 ** -len(published.partition(".")[2])
+            computed = zero_bytes(papers.zero, model.elems, stage, ranks)
+            assert computed / GB == pytest.approx(float(published), abs=last_digit * 0.999)
 
 
 @pytest.mark.parametrize("ranks", [4, 64, 1024])
@@ -180,11 +171,6 @@ def test_bandwidths_of_zero_infinity(papers: Papers) -> None:
     assert efficiency(e.checkpoint_intensity(8192), 1e9, e.achievable_flops) > 0.5
 
 
-@pytest.mark.parametrize("target", [0.1, 0.5, 0.9, 0.99])
-def test_bandwidth_and_efficiency_are_inverse(target: float) -> None:
-    assert efficiency(512, bandwidth_for(target, 512, 70e12), 70e12) == pytest.approx(target)
-
-
 def test_results_follow_from_the_assumptions(papers: Papers) -> None:
     """Other assumptions, other results: nothing published is in the computation."""
     zero = replace(papers.zero, bytes={kind: 2 * count for kind, count in papers.zero.bytes.items()})
@@ -217,6 +203,10 @@ def test_an_unknown_assumption_is_an_error() -> None:
 def test_the_script_prints_every_table(papers: Papers, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(CONF.parent / "benchmarks" / "paper_tables.py"), run_name="__main__")
     told = capsys.readouterr().out
-    for table in paper_tables(papers):
-        assert len({len(row) for row in (table.header, *table.rows)}) == 1
-        assert table.title in told
+    for title, count in {
+        "2020, table 1": len(papers.zero.models),
+        "2021, section 6.2": 1,
+        "2021, section 4)": 2,
+    }.items():
+        assert told.count(title) == count
+    assert told.count("ZeRO-Infinity, Rajbhandari et al. 2021") == 3

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import decoders
 import torch
 from small_runs import settled, write_text
 from torch import nn
@@ -27,9 +28,6 @@ from dzero import (
     shard,
     take_mesh,
 )
-from dzero.models.config import LlamaShape
-from dzero.models.llama import Llama
-from dzero.models.meta_init import MetaInitializer
 from dzero.trainer.trainer import Trainer
 
 Make = Callable[[Path], None]
@@ -67,9 +65,8 @@ def saved(folder: Path) -> None:
 
 def cut(**axes: int) -> None:
     """A model that two ranks cut."""
-    with torch.device("meta"):
-        model = Llama(LlamaShape(vocab_size=32, hidden_size=16, layers=2, heads=2, kv_heads=2, ffn_size=16))
-    fill = MetaInitializer(model, seed=0, device="cpu")
+    model = decoders.on_meta(32, hidden_size=16, heads=2, ffn_size=16)
+    fill = decoders.filling(model)
     of_mesh = {axis: ranks for axis, ranks in axes.items() if axis in ("tp", "pp")}
     mesh = make_mesh("cpu", **of_mesh)
     made = parallelize(model, mesh, ParallelConfig(cp=axes.get("cp", 1)))

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import dzero
 
-FACTORS = (1.0, 2.0, 3.0, None)
 OFF = dzero.OffloadConfig(grad="host", master="host", moments="host")
 
 
@@ -71,38 +70,31 @@ def in_dzero(
     return found
 
 
-def compared(rank: int, ranks: int, replicated: bool) -> None:
-    """Compare every stage and way of reducing, in both tiers; by one or two microbatches, with replicas by both."""
-    for stage, reduction, microbatches in itertools.product((0, 1, 2, 3), ("exact", "native"), (1, 2)):
-        if not replicated and (stage + (reduction == "native") + microbatches) % 2:
-            continue
+FEW = [(0, "exact", 2, 3.0), (1, "native", 1, 3.0), (2, "exact", 2, 2.0), (3, "native", 2, 1.0), (3, "exact", 1, None)]
+EVERY = [*itertools.product((0, 1, 2, 3), ("exact", "native"), (1, 2), (1.0, 2.0, 3.0, None))]
+
+
+def compared(rank: int, ranks: int, replicated: bool, cells: list[tuple[int, str, int, float | None]]) -> None:
+    """Compare stages, ways of reducing, microbatches and divisors; one of these with states on the host."""
+    for stage, reduction, microbatches, factor in cells:
         replicate = ranks if stage == 0 else 2 if replicated else 1
-        for factor in FACTORS:
-            offload = OFF if factor == 2.0 else None
-            ours = in_dzero(rank, stage, reduction, replicate, microbatches, offload, factor)
-            theirs = in_fsdp2(rank, ranks, replicate if stage else 1, microbatches, factor)
-            assert ours.keys() == theirs.keys()
-            for name, grad in ours.items():
-                torch.testing.assert_close(grad, theirs[name], rtol=1e-5, atol=1e-7, msg=f"{name} {stage} {factor}")
+        offload = OFF if factor == 2.0 else None
+        ours = in_dzero(rank, stage, reduction, replicate, microbatches, offload, factor)
+        theirs = in_fsdp2(rank, ranks, replicate if stage else 1, microbatches, factor)
+        assert ours.keys() == theirs.keys()
+        for name, grad in ours.items():
+            torch.testing.assert_close(grad, theirs[name], rtol=1e-5, atol=1e-7, msg=f"{name} {stage} {factor}")
 
 
-@pytest.mark.parametrize(("ranks", "replicated"), [(2, False), pytest.param(4, True, marks=pytest.mark.full)])
-def test_gradients_are_divided_as_in_fsdp2(pool: Pool, ranks: int, replicated: bool) -> None:
-    pool.run(compared, ranks, replicated)
+def test_gradients_are_divided_as_in_fsdp2(pool: Pool) -> None:
+    pool.run(compared, 2, False, FEW)
+    pool.run(compared, 4, True, FEW[2:3])
 
 
-def summed_over_replicas(rank: int, ranks: int) -> dict[str, Tensor]:
-    return in_dzero(rank, 2, "exact", 2, 2, None, 1.0)
-
-
-def test_replicas_are_summed_too(pool: Pool) -> None:
-    model, parts = net(), 2
-    for rank in range(4):
-        for x in batches(rank, parts):
-            model(x).mean().backward()
-    for found in pool.run(summed_over_replicas, 4):
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(found[name], param.grad, rtol=1e-5, atol=1e-7)
+@pytest.mark.full("tests/zero/test_divide_factor.py::test_gradients_are_divided_as_in_fsdp2")
+@pytest.mark.parametrize(("ranks", "replicated"), [(2, False), (4, True)])
+def test_gradients_are_divided_as_in_fsdp2_in_every_setting(pool: Pool, ranks: int, replicated: bool) -> None:
+    pool.run(compared, ranks, replicated, EVERY)
 
 
 def refused(rank: int, ranks: int) -> list[str]:
@@ -116,5 +108,5 @@ def refused(rank: int, ranks: int) -> list[str]:
 
 
 def test_a_divisor_that_is_no_number_above_zero_is_refused(pool: Pool) -> None:
-    for errors in pool.run(refused, 2):
+    for errors in pool.run(refused, 1):
         assert all("set_gradient_divide_factor" in error for error in errors)

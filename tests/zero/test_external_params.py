@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import dzero
 
 STEPS, WIDTH = 3, 32
+ENDS = ((2, 0), (0, 2))
+"""The block that uses a weight, and the one that has it."""
 
 
 class Block(nn.Module):
@@ -40,7 +42,7 @@ class Net(nn.Module):
         return x
 
 
-def losses(rank: int, ranks: int, stage: int | None, ends: tuple[int, int], registered: bool) -> list[float] | str:
+def losses(stage: int | None, ends: tuple[int, int], *, registered: bool) -> list[float] | str:
     """Losses on the same batch on every rank, or the error; with `stage` None, of plain torch."""
     torch.manual_seed(0)
     model = Net(*ends, registered=registered)
@@ -63,19 +65,27 @@ def losses(rank: int, ranks: int, stage: int | None, ends: tuple[int, int], regi
     return told
 
 
-@pytest.mark.parametrize("ends", [(2, 0), (0, 2)])
-def test_a_parameter_that_its_user_registers_too_is_gathered_for_both(pool: Pool, ends: tuple[int, int]) -> None:
-    plain = losses(0, 1, None, ends, True)
-    for stage in range(4):
-        found = pool.run(losses, 2, stage, ends, True)
-        assert found == [pytest.approx(plain, rel=1e-6)] * 2, stage
+CELLS = [(0, ENDS[0]), (2, ENDS[0]), (2, ENDS[1]), (3, ENDS[0]), (3, ENDS[1])]
+GATHERED = [(2, ENDS[0])]
+"""Where the weight is still whole, from the forward of the unit that has it."""
+
+
+def of_all(rank: int, ranks: int, registered: bool) -> list[list[float] | str]:
+    return [losses(stage, ends, registered=registered) for stage, ends in CELLS]
+
+
+def test_a_parameter_that_its_user_registers_too_is_gathered_for_both(pool: Pool) -> None:
+    for of_rank in pool.run(of_all, 2, True):
+        for (stage, ends), found in zip(CELLS, of_rank, strict=True):
+            assert found == pytest.approx(losses(None, ends, registered=True), rel=1e-6), stage
 
 
 def test_else_the_error_says_where_it_was_used(pool: Pool) -> None:
-    for stage, ends in ((3, (2, 0)), (3, (0, 2)), (2, (0, 2)), (0, (2, 0))):
-        for told in pool.run(losses, 2, stage, ends, False):
-            assert isinstance(told, str), (stage, ends)
-            assert "test_external_params.py" in told
-            assert "register it in the module that uses it too (self.weight = other.weight)" in told
-    plain = losses(0, 1, None, (2, 0), False)
-    assert pool.run(losses, 2, 2, (2, 0), False) == [pytest.approx(plain, rel=1e-6)] * 2  # still gathered there
+    for of_rank in pool.run(of_all, 2, False):
+        for cell, found in zip(CELLS, of_rank, strict=True):
+            if cell in GATHERED:
+                assert found == pytest.approx(losses(None, cell[1], registered=False), rel=1e-6), cell
+                continue
+            assert isinstance(found, str), cell
+            assert "test_external_params.py" in found
+            assert "register it in the module that uses it too (self.weight = other.weight)" in found

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pool import Pool
 from torch import nn
+from typed_commands import typed
 
 import dzero
 
@@ -25,23 +24,17 @@ optim.step()
 again = dzero.shard(torch.nn.Linear(4, 4))
 print("trained", optim.last_decision.finite)
 """
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def typed(**variables: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | variables
-    return subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, env=env)
-
-
-def test_one_process_without_a_launcher_trains_and_is_told_once() -> None:
-    done = typed()
+def test_one_process_without_a_launcher_trains_and_is_told_once(tmp_path: Path) -> None:
+    done = typed("-c", ALONE, cwd=tmp_path)
     assert done.stdout == "trained True\n"
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("this process trains alone") == 1
 
 
-def test_one_of_several_processes_does_not_train_alone() -> None:
-    done = typed(WORLD_SIZE="2", RANK="0")
+def test_one_of_several_processes_does_not_train_alone(tmp_path: Path) -> None:
+    done = typed("-c", ALONE, cwd=tmp_path, env={"WORLD_SIZE": "2", "RANK": "0"})
     assert done.returncode == 1
     assert (
         "WORLD_SIZE=2, so this is one of several processes: call torch.distributed.init_process_group()" in done.stderr

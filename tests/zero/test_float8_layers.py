@@ -6,129 +6,107 @@ import copy
 import warnings
 from typing import Any
 
+import decoders
 import parity_cells
 import pytest
 import small_decoders
 import torch
+from fake_ranks import fake_ranks
 from parity_cells import Cell, in_plain_torchao
 from pool import Pool
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from dzero import PrecisionConfig, shard
-from dzero.comm.wire import Blocks
-from dzero.models.build import build
-from dzero.models.config import ModelConfig
-from dzero.models.llama import Linear
-from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.config import BlockConfig
-from dzero.zero.float8_layers import ADAPTER, EXCLUDED, ODD_DIMS, OUTSIDE, OWN_FORWARD, convert_linear_layers
-from dzero.zero.offload_config import OFFLOADS
+from dzero import ModelInit, OffloadConfig, PrecisionConfig, Sharded, shard
 
-LLAMA = ModelConfig(hidden_size=32, layers=2, heads=2, ffn_size=48)
-COMPUTES = pytest.mark.parametrize("compute", ["fp8_tensorwise", "fp8_rowwise"])
+IN_FULL = pytest.mark.full("tests/zero/test_float8_layers.py::test_stages_and_tiers_have_the_bits_of_plain_torchao")
+HOST = OffloadConfig(grad="host", master="host", moments="host")
+ALL_AWAY = OffloadConfig(param="host", grad="host", master="host", moments="host")
 
 
-@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     ("compute", "stage", "microbatches", "offload"),
     [
-        ("fp8_tensorwise", 3, 1, "host_all"),
-        ("fp8_rowwise", 0, 1, "none"),
-        ("fp8_rowwise", 2, 2, "host"),
-        *(("fp8_tensorwise", stage, 1, "none") for stage in (0, 1, 2, 3)),
-        *(("fp8_rowwise", stage, 1, "none") for stage in (1, 2, 3)),
-        ("fp8_rowwise", 3, 1, "infinity"),
-        ("fp8_tensorwise", 1, 2, "none"),
+        ("fp8_tensorwise", 3, 1, ALL_AWAY),
+        *(
+            pytest.param(*cell, marks=IN_FULL)
+            for cell in [
+                ("fp8_rowwise", 2, 2, HOST),
+                *(("fp8_tensorwise", stage, 1, None) for stage in (0, 1, 2, 3)),
+                *(("fp8_rowwise", stage, 1, None) for stage in (0, 1, 2, 3)),
+                ("fp8_tensorwise", 1, 2, None),
+            ]
+        ),
     ],
+    ids=str,
 )
 def test_stages_and_tiers_have_the_bits_of_plain_torchao(
-    pool: Pool, tmp_path: Any, monkeypatch: Any, compute: str, stage: int, microbatches: int, offload: str
+    pool: Pool, compute: str, stage: int, microbatches: int, offload: OffloadConfig | None
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     cell = Cell(stage, "bf16", microbatches, "fp32", "even", 2, compute)
-    result, (want,) = parity_cells.train_beside_oracles(pool, cell, OFFLOADS[offload])
+    result, (want,) = parity_cells.train_beside_oracles(pool, cell, offload)
     assert parity_cells.differences(result, want) == []
     in_16_bits = parity_cells.oracle(Cell(stage, "bf16", microbatches, "fp32", "even", 2))
     assert result["norms"] != in_16_bits.norms
 
 
-def made(compute: str, checkpoint: str = "none") -> tuple[nn.Module, nn.Module]:
-    """A small decoder in bf16 that was converted here, and one that plain torchao converted."""
-    model = small_decoders.build("even").bfloat16()
-    plain = in_plain_torchao(copy.deepcopy(model), compute)
-    apply_blocks(model, BlockConfig(activation_checkpoint=checkpoint), "cpu")
-    convert_linear_layers(model, PrecisionConfig(compute=compute), emulate=True)
-    return model, plain
+class Recomputed(nn.Module):
+    """A block whose backward computes it again, after another block has used its memory."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return out
 
 
-@COMPUTES
-@pytest.mark.parametrize("checkpoint", ["selective", pytest.param("full", marks=pytest.mark.full)])
-def test_recomputation_changes_no_bit(compute: str, checkpoint: str) -> None:
+def recomputed(rank: int, ranks: int, compute: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of a model whose blocks are computed twice."""
+    model = small_decoders.build("even")
+    model.layers = nn.ModuleList(Recomputed(block) for block in model.layers)
+    sharded = shard(model, 0, precision=PrecisionConfig(compute=compute))
     (batch,) = small_decoders.batches("even", steps=1, ranks=1, microbatches=1)[0][0]
-    losses, models = [], made(compute, checkpoint)
-    for model in models:
-        loss = small_decoders.loss_fn(model, batch)
-        loss.backward()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-    ours, theirs = (dict(model.named_parameters()) for model in models)
-    assert [*ours] == [*theirs]
-    assert all(torch.equal(param.grad, theirs[name].grad) for name, param in ours.items())
+    loss = small_decoders.loss_fn(sharded.model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = {name: parity_cells.whole(param.grad) for name, param in sharded.model.named_parameters()}
+    return loss.item(), grads
 
 
-@COMPUTES
-def test_what_is_not_finite_shows(compute: str) -> None:
-    layers = nn.Sequential(nn.Linear(16, 16))
-    convert_linear_layers(layers, PrecisionConfig(compute=compute), emulate=True)
-    x = torch.ones(16, 16)
-    x[3, 5] = torch.inf
-    assert not layers(x)[3].isfinite().any()
+@pytest.mark.parametrize("compute", ["fp8_tensorwise", "fp8_rowwise"])
+def test_recomputation_changes_no_bit(pool: Pool, compute: str) -> None:
+    ((loss, grads),) = pool.run(recomputed, 1, compute)
+    plain = in_plain_torchao(small_decoders.build("even").bfloat16(), compute)
+    (batch,) = small_decoders.batches("even", steps=1, ranks=1, microbatches=1)[0][0]
+    with_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the worker
+    want = small_decoders.loss_fn(plain, batch)
+    want.backward()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(with_threads)
+    assert loss == want.item()
+    named = {name.replace(".block.", "."): grad for name, grad in grads.items()}
+    assert all(torch.equal(named[name], param.grad) for name, param in plain.named_parameters())
 
 
-def operand(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    """Values that a product with `fp8_rowwise` sees: scales are powers of two that keep rows or columns below 448."""
-    largest = weight.double().abs().amax(dim, keepdim=True)
-    scale = torch.exp2(torch.ceil(torch.log2(largest / 448)))
-    return (weight.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
+def sharded_on_meta(model: nn.Module, **precision: Any) -> Sharded:
+    with fake_ranks(2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        meta = torch.device("meta")
+        return shard(model, 3, precision=PrecisionConfig(**precision), init=ModelInit(device=meta))
 
 
-@pytest.mark.parametrize(("code", "least", "most"), [("fp8", 0.0, 1e-3), ("int8", 0.05, 1.0)])
-def test_gathers_in_fp8_leave_the_operands_of_rowwise_products(code: str, least: float, most: float) -> None:
-    """Both scales are powers of two, so a value is rounded again only where it is tiny beside its row."""
-    weight = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0)).mul(0.02).bfloat16()
-    blocks = Blocks(((weight.numel(), False),), code)
-    row, gathered = torch.empty(blocks.nbytes, dtype=torch.uint8), torch.empty_like(weight)
-    blocks.encode(weight.flatten(), row)
-    blocks.decode(row, gathered.view(-1))
-    for dim in (0, 1):
-        differ = (operand(weight, dim) != operand(gathered, dim)).float().mean().item()
-        assert least <= differ <= most
-
-
-def llama() -> nn.Module:
-    return build(LLAMA, vocab_size=64)
-
-
-def test_layers_keep_names_class_hooks_and_initializers() -> None:
-    model, before = llama(), llama()
-    query = model.get_submodule("layers.0.attention.query")
+def test_layers_keep_names_class_hooks_and_attributes() -> None:
+    model, before = decoders.on_meta(), decoders.on_meta()
+    query, plain = (each.get_submodule("layers.0.attention.query") for each in (model, before))
     seen: list[str] = []
     query.register_forward_pre_hook(lambda *_: seen.append("hook"))
-    found = convert_linear_layers(model, PrecisionConfig(compute="fp8_rowwise"), emulate=True)
-    assert found is not None
+    sharded_on_meta(model, compute="fp8_rowwise")
     assert [*model.state_dict()] == [*before.state_dict()]
     assert [name for name, _ in model.named_modules()] == [name for name, _ in before.named_modules()]
     assert model.get_submodule("layers.0.attention.query") is query
-    assert isinstance(query, Linear)
-    assert type(query).__name__ == "Linear"
-    assert vars(query).keys() == vars(before.get_submodule("layers.0.attention.query")).keys()
-    assert type(query) is type(model.get_submodule("layers.1.ffn.down")), "one class, and so one compilation"
-    model.to_empty(device="cpu")
-    assert isinstance(query, Linear)
-    query.reset_parameters()
-    assert 0.01 < query.weight.std() < 0.03
-    model.get_submodule("layers.0.attention.query")(torch.ones(16, 32))
-    assert seen == ["hook"]
+    assert isinstance(query, type(plain))
+    assert type(query).__name__ == type(plain).__name__
 
 
 def test_what_stays_is_told_with_its_reason() -> None:
@@ -136,43 +114,40 @@ def test_what_stays_is_told_with_its_reason() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    model = llama()
-    block = model.get_submodule("layers.0")
+    model = decoders.on_meta()
+    block: Any = model.get_submodule("layers.0")
     block.odd, block.own = nn.Linear(32, 8, device="meta"), Doubled(32, 32, device="meta")
     block.lora_A = nn.ModuleDict({"default": nn.Linear(32, 16, device="meta")})
-    precision = PrecisionConfig(compute="fp8_tensorwise", fp8_exclude=["layers.1.*", "*.key"])
-    found = convert_linear_layers(model, precision, emulate=True)
+    found = sharded_on_meta(model, compute="fp8_tensorwise", fp8_exclude=["layers.1.*", "*.key"]).float8
     assert found is not None
     others = "attention.query", "attention.value", "attention.out", "ffn.gate", "ffn.up", "ffn.down"
     assert found.converted == tuple(f"layers.0.{name}" for name in others)
-    reasons = {"layers.0.odd": ODD_DIMS, "layers.0.own": OWN_FORWARD, "layers.0.lora_A.default": ADAPTER}
-    reasons |= {"head": OUTSIDE, "layers.0.attention.key": EXCLUDED, "layers.1.ffn.up": EXCLUDED}
+    excluded = dict.fromkeys(("layers.0.attention.key", "layers.1.ffn.up"), "named in precision.fp8_exclude")
+    reasons = {
+        "layers.0.odd": "dims that are no multiples of 16",
+        "layers.0.own": "a forward of its own",
+        "layers.0.lora_A.default": "matrix of an adapter",
+        "head": "outside of blocks",
+        **excluded,
+    }
     assert reasons.items() <= found.kept.items()
     assert found.line().startswith("precision.compute=fp8_tensorwise: 6 linear layers multiply in 8 bits; others do")
     assert [row[1] for row in found.table().rows] == ["6", "8", "1", "1", "1", "1"]
 
 
 @pytest.mark.parametrize(
-    ("model", "precision", "told"),
+    ("model", "exclude", "told"),
     [
-        (
-            llama,
-            PrecisionConfig(compute="fp8_rowwise", fp8_exclude=["layers.7.*"]),
-            r"fp8_exclude=\[layers\.7\.\*\]: no",
-        ),
-        (llama, PrecisionConfig(compute="fp8_rowwise", fp8_exclude=["*"]), "named in precision.fp8_exclude"),
-        (lambda: nn.Linear(32, 32), PrecisionConfig(compute="fp8_rowwise"), "outside of blocks"),
-        (lambda: nn.Sequential(nn.LayerNorm(32)), PrecisionConfig(compute="fp8_rowwise"), "it has none"),
+        (decoders.on_meta(), ["layers.7.*"], r"fp8_exclude=\[layers\.7\.\*\]: no"),
+        (decoders.on_meta(), ["*"], "named in precision.fp8_exclude"),
+        (nn.ModuleDict({"only": nn.Linear(32, 32)}), [], "outside of blocks"),
+        (nn.Sequential(nn.LayerNorm(32)), [], "it has none"),
+        (nn.Sequential(nn.Linear(32, 32)), "head", "fp8_exclude='head': a list of names"),
     ],
 )
-def test_nothing_to_convert_is_refused(model: Any, precision: PrecisionConfig, told: str) -> None:
+def test_nothing_to_convert_is_refused(model: nn.Module, exclude: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        convert_linear_layers(model(), precision, emulate=True)
-
-
-def test_a_string_is_no_list_of_names() -> None:
-    with pytest.raises(ValueError, match=r"fp8_exclude='head': a list of names"):
-        PrecisionConfig(compute="fp8_rowwise", fp8_exclude="head")  # type: ignore[arg-type]
+        sharded_on_meta(copy.deepcopy(model), compute="fp8_rowwise", fp8_exclude=exclude)
 
 
 def sharded_kinds(rank: int, ranks: int) -> tuple[list[str], list[str], str]:

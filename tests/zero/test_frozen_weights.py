@@ -1,15 +1,23 @@
-"""Frozen weights on every tier and in every format: the numbers of plain torch on decoded weights, in counted bytes."""
+"""Frozen weights on every tier and in every format: the numbers of plain torch on decoded weights, in counted bytes.
+
+What a format decodes to is asked in `tests/zero/inside/test_inside_formats.py`; here it is what a sharded model gives
+out before its first step.
+"""
 
 from __future__ import annotations
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fake_ranks import fake_ranks
+from live_tensors import live_bytes
 from parity_cells import whole
-from pool import Pool, WorkerError
+from pool import Pool
 from torch import Tensor, nn
 
 from dzero import (
@@ -22,14 +30,14 @@ from dzero import (
     PrecisionConfig,
     Sharded,
     shard,
+    testing,
 )
-from dzero.zero.cost_model import expected_traffic, resting_bytes
-from dzero.zero.fsdp_internals import groups_of
-from dzero.zero.quantized_weights import CODECS
 
 WIDTH, HIDDEN, RANK, VOCAB, BLOCKS = 64, 192, 3, 40, 3
 STEPS, SAMPLES = 4, 4
 ODD = 37
+PER_BLOCK = {"int8": 66, "nf4": 34}
+"""Bytes of 64 elements: a code of 8 or 4 bits each, and a scale of 2 bytes."""
 
 
 class Block(nn.Module):
@@ -64,8 +72,8 @@ QUANTIZED = {f"blocks.{block}.{name}.weight" for block in range(BLOCKS) for name
 """All but `narrow`, whose rows are no whole blocks of 64 elements."""
 
 
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
+def net() -> Net:
+    torch.manual_seed(0)
     model = Net()
     for name, param in model.named_parameters():
         param.requires_grad_(".a." in name or ".b." in name)
@@ -80,17 +88,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def stored(model: Net, kind: str) -> Net:
-    """The model with the values that its quantized weights stand for, rounded to the dtype they have."""
-    for name, param in model.named_parameters():
-        if name in QUANTIZED and kind != "param":
-            CODECS[kind].decode(CODECS[kind].encode(param.data), param.data)
-    return model
-
-
-def oracle(kind: str) -> dict[str, Any]:
-    """Plain torch in one process."""
-    model = stored(net(), kind)
+def oracle(decoded: dict[str, Tensor]) -> dict[str, Any]:
+    """Plain torch in one process, whose weights begin with the values that the quantized ones stand for."""
+    model = net()
+    model.load_state_dict(decoded)
     optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     losses = []
     for tokens in batches():
@@ -104,6 +105,10 @@ def oracle(kind: str) -> dict[str, Any]:
 
 def sharded_net(stage: int, kind: str, offload: OffloadConfig | None = None, param: str = "fp32") -> Sharded:
     return shard(net(), stage, precision=PrecisionConfig(param=param, frozen=kind), offload=offload)
+
+
+def wholes(sharded: Sharded) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in sharded.model.named_parameters()}
 
 
 def train(sharded: Sharded, optim: AdamW, steps: list[Tensor]) -> list[float]:
@@ -120,79 +125,94 @@ def train(sharded: Sharded, optim: AdamW, steps: list[Tensor]) -> list[float]:
     return losses
 
 
-def trained(rank: int, ranks: int, stage: int, kind: str, offload: OffloadConfig | None = None) -> dict[str, Any]:
-    sharded = sharded_net(stage, kind, offload)
-    optim = AdamW(sharded, lr=1e-2, weight_decay=0.0)
-    losses = train(sharded, optim, batches())
-    optim.synchronize()
-    return {"losses": losses, "params": {name: whole(param) for name, param in sharded.model.named_parameters()}}
+Settings = tuple[int, OffloadConfig | None]
 
 
-def tiers(folder: Path) -> dict[str, OffloadConfig]:
+def trained(rank: int, ranks: int, kind: str, cells: list[Settings]) -> list[dict[str, Any]]:
+    """Losses of all steps, and whole weights before and after them."""
+    found = []
+    for stage, offload in cells:
+        sharded = sharded_net(stage, kind, offload)
+        optim, decoded = AdamW(sharded, lr=1e-2, weight_decay=0.0), wholes(sharded)
+        losses = train(sharded, optim, batches())
+        optim.synchronize()
+        found.append({"losses": losses, "decoded": decoded, "params": wholes(sharded)})
+    return found
+
+
+def every_tier(folder: Path) -> list[OffloadConfig]:
     disk = DiskConfig(paths=[str(folder)], block_bytes=4096)
     every = dict.fromkeys(("param", "grad", "master", "moments"), "host")
-    return {
-        "frozen on the host": OffloadConfig(frozen="host"),
-        "frozen on disk": OffloadConfig(frozen="disk", disk=disk),
-        "all on the host": OffloadConfig(**every),
-        "frozen on the device": OffloadConfig(**every, frozen="device"),
-        "frozen on disk, the rest on the host": OffloadConfig(**every, frozen="disk", disk=disk),
-        "frozen on the host, the rest on disk": OffloadConfig(**dict.fromkeys(every, "disk"), frozen="host", disk=disk),
-        "all on disk": OffloadConfig(**dict.fromkeys(every, "disk"), disk=disk),
-    }
-
-
-@pytest.mark.parametrize("kind", ["param", *CODECS])
-def test_steps_are_those_of_plain_torch_at_every_stage_and_tier(pool: Pool, tmp_path: Path, kind: str) -> None:
-    want = oracle(kind)
-    cells = [(stage, None) for stage in range(4)] + [(3, offload) for offload in tiers(tmp_path).values()]
-    cells += [(0, OffloadConfig(frozen="host"))]
-    for ranks in (1, 2):
-        found = [pool.run(trained, ranks, stage, kind, offload)[0] for stage, offload in cells]
-        for each in found:
-            assert each["losses"] == pytest.approx(want["losses"], rel=1e-6)
-            for name, param in want["params"].items():
-                if param.requires_grad or ".a." in name or ".b." in name:
-                    torch.testing.assert_close(each["params"][name], param, rtol=0, atol=1e-6)
-                else:
-                    assert torch.equal(each["params"][name], param), name
-            assert each["losses"] == found[0]["losses"], "all stages and tiers have the same bits"
-            assert all(torch.equal(param, found[0]["params"][name]) for name, param in each["params"].items())
-
-
-def measured(rank: int, ranks: int, stage: int, kind: str, offload: OffloadConfig | None) -> dict[str, Any]:
-    """What a rank holds between steps and moves in one, and what the formulas say."""
-    sharded = sharded_net(stage, kind, offload, "bf16")
-    optim = AdamW(sharded)
-    train(sharded, optim, batches()[:1])
-    sharded.ledger.take()
-    train(sharded, optim, batches()[1:2])
-    moved = {entry: each for entry, each in sharded.ledger.take().items() if entry.phase == "unshard"}
-    theory = expected_traffic(sharded.layout, sharded.shapes)
-    gathered = [
-        tensor for unit in sharded.units for group in groups_of(unit.modules[0]) for tensor in group.fsdp_params
+    return [
+        OffloadConfig(**every, frozen="disk", disk=disk),
+        OffloadConfig(frozen="host"),
+        OffloadConfig(frozen="disk", disk=disk),
+        OffloadConfig(**every),
+        OffloadConfig(**every, frozen="device"),
+        OffloadConfig(**dict.fromkeys(every, "disk"), frozen="host", disk=disk),
+        OffloadConfig(**dict.fromkeys(every, "disk"), disk=disk),
     ]
-    return {
-        "held": optim.state_bytes(),
-        "foreseen": resting_bytes(sharded.layout, sharded.shapes),
-        "moved": moved,
-        "theory": {entry: each for entry, each in theory.items() if entry.phase == "unshard"},
-        "host": sum(
-            each.elems * each.dtype.itemsize
-            for (name, key), each in optim.offload.buffer_layout.at.items()
-            if each.slot.startswith("frozen")
-        ),
-        "left": sum(t.untyped_storage().nbytes() for p in gathered for t in p._unsharded_inner_tensors),
-        "shown": repr(sharded),
-    }
 
 
-PER_BLOCK = {"int8": 66, "nf4": 34}
+def check(found: list[dict[str, Any]], kind: str) -> None:
+    """Runs of one number of ranks: they agree with plain torch, and with each other to the bit."""
+    want, model = oracle(found[0]["decoded"]), dict(net().named_parameters())
+    changed = {name for name, param in model.items() if not torch.equal(param, found[0]["decoded"][name])}
+    assert changed == (QUANTIZED if kind != "param" else set())
+    for each in found:
+        assert each["losses"] == pytest.approx(want["losses"], rel=1e-6)  # fp32, sums in another order
+        for name, param in want["params"].items():
+            if model[name].requires_grad:
+                torch.testing.assert_close(each["params"][name], param, rtol=0, atol=1e-6)
+            else:
+                assert torch.equal(each["params"][name], param), name
+        assert each["losses"] == found[0]["losses"], "all stages and tiers have the same bits"
+        assert all(torch.equal(param, found[0]["params"][name]) for name, param in each["params"].items())
 
 
-@pytest.mark.parametrize("kind", CODECS)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_holds_and_sends_the_bytes_of_the_formula(pool: Pool, stage: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["param", "nf4"])
+def test_steps_are_those_of_plain_torch(pool: Pool, tmp_path: Path, kind: str) -> None:
+    cells: list[Settings] = [(3, None), (3, every_tier(tmp_path)[0])] if kind == "nf4" else [(1, None)]
+    check(pool.run(trained, 2, kind, cells)[0], kind)
+
+
+@pytest.mark.full("tests/zero/test_frozen_weights.py::test_steps_are_those_of_plain_torch")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["param", "int8", "nf4"])
+def test_steps_are_those_of_plain_torch_at_every_stage_and_tier(
+    pool: Pool, tmp_path: Path, kind: str, ranks: int
+) -> None:
+    cells: list[Settings] = [(stage, None) for stage in range(4)]
+    cells += [(3, offload) for offload in every_tier(tmp_path)] + [(0, OffloadConfig(frozen="host"))]
+    check(pool.run(trained, ranks, kind, cells)[0], kind)
+
+
+def measured(stage: int, kind: str) -> list[dict[str, Any]]:
+    """What a rank holds between steps and moves in one, and what the formulas say; on the device and on the host."""
+    found = []
+    for offload in (None, OffloadConfig(frozen="host")):
+        sharded = sharded_net(stage, kind, offload, "bf16")
+        optim = AdamW(sharded)
+        train(sharded, optim, batches()[:2])
+        gc.collect()
+        before = live_bytes()
+        sharded.ledger.take()
+        train(sharded, optim, batches()[2:3])
+        moved = {entry: each for entry, each in sharded.ledger.take().items() if entry.phase == "unshard"}
+        theory = {entry: each for entry, each in testing.expected_traffic(sharded).items() if entry.phase == "unshard"}
+        held, foreseen, host = (
+            optim.state_bytes(),
+            testing.resting_bytes(sharded),
+            testing.bytes_on_tiers(optim)["host"],
+        )
+        told = {"held": held, "foreseen": foreseen, "host": host, "moved": moved, "theory": theory}
+        found.append({**told, "left": live_bytes() - before, "shown": repr(sharded)})
+    return found
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("stage", "kind"), [(3, "nf4"), (0, "int8"), (3, "int8"), (0, "nf4")])
+def test_a_rank_holds_and_sends_the_bytes_of_the_formula(stage: int, kind: str) -> None:
     def stored_bytes(rows: int, elems: int) -> int:
         return rows * elems // 64 * PER_BLOCK[kind]
 
@@ -205,20 +225,22 @@ def test_a_rank_holds_and_sends_the_bytes_of_the_formula(pool: Pool, stage: int,
     others = 2 * (2 * VOCAB * WIDTH + BLOCKS * (narrow + biases + 2 * WIDTH)) // ranks
     trained = BLOCKS * WIDTH * 2 * RANK
     padded = BLOCKS * WIDTH // 2 if stage == 3 else 0  # the 3 rows of an `a` on 2 ranks are padded to 4
-    for offload in (None, OffloadConfig(frozen="host")):
-        for found in pool.run(measured, 2, stage, kind, offload):
-            foreseen, held = found["foreseen"], found["held"]
-            assert foreseen.frozen == quantized + others
-            assert held.get("frozen") == (0 if offload else foreseen.frozen)
-            assert found["host"] == (foreseen.frozen if offload else 0)
-            assert held["param"] == foreseen.param == 2 * (trained // ranks + padded)
-            assert found["moved"] == found["theory"]
-            assert found["left"] == 0, "decoded weights are freed after use"
-            assert kind in found["shown"]
+    with fake_ranks(2, rank=1):
+        on_device, on_host = measured(stage, kind)
+    frozen = on_device["foreseen"]["frozen"]
+    assert frozen == on_host["foreseen"]["frozen"] == quantized + others
+    assert (on_device["held"]["frozen"], on_host["held"]["frozen"]) == (frozen, 0)
+    assert (on_device["host"], on_host["host"] >= frozen) == (0, True)
+    for found in (on_device, on_host):
+        assert found["held"]["param"] == found["foreseen"]["param"] == 2 * (trained // ranks + padded)
+        assert found["moved"] == found["theory"]
+        assert found["left"] == 0, "decoded weights are freed after use"
+        assert kind in found["shown"]
 
 
 def resumed(rank: int, ranks: int, stage: int, kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
     sharded = sharded_net(stage, kind)
+    decoded = wholes(sharded)
     if first:  # other values, which the checkpoint's replace
         with torch.no_grad():
             for param in sharded.model.parameters():
@@ -229,61 +251,54 @@ def resumed(rank: int, ranks: int, stage: int, kind: str, folder: Path, first: i
         losses = train(sharded, optim, batches()[first:last])
         optim.synchronize()
         checkpoints.save(last, {})
-    return {"losses": losses, "params": {name: whole(param) for name, param in sharded.model.named_parameters()}}
+    return {"losses": losses, "decoded": decoded, "params": wholes(sharded)}
 
 
-@pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_checkpoint_gives_back_the_same_bytes_on_other_ranks(pool: Pool, tmp_path: Path, kind: str) -> None:
-    want = pool.run(trained, 2, 3, kind, None)[0]
     first = pool.run(resumed, 2, 3, kind, tmp_path, 0, 2)[0]
     second = pool.run(resumed, 1, 0, kind, tmp_path, 2, 4)[0]
-    assert [*first["losses"], *second["losses"]] == pytest.approx(want["losses"], rel=1e-6)
+    assert [*first["losses"], *second["losses"]] == pytest.approx(oracle(first["decoded"])["losses"], rel=1e-6)
     for name in QUANTIZED:
-        assert torch.equal(second["params"][name], want["params"][name])
+        assert torch.equal(second["params"][name], first["decoded"][name])
 
 
-def written(rank: int, ranks: int, kind: str, offload: OffloadConfig | None) -> dict[str, Tensor]:
-    """Other values, as a state dict and by hand."""
-    sharded = sharded_net(3, kind, offload)
-    optim = AdamW(sharded)
-    train(sharded, optim, batches()[:1])
+def written(rank: int, ranks: int, tier: str) -> None:
+    """Other values, as a state dict and by hand; what is held of them is what a model with those values holds."""
+    sharded = sharded_net(3, "nf4", OffloadConfig(frozen=tier))
+    train(sharded, AdamW(sharded), batches()[:1])
+    values = {name: value.detach() * 2 for name, value in net().state_dict().items()}
     others = sharded_net(3, "param").model.state_dict()
     sharded.model.load_state_dict({name: value * 2 for name, value in others.items()})
-    with torch.no_grad():
-        sharded.model.get_parameter("blocks.0.up.weight").add_(1)
-    state = {name: whole(value) for name, value in sharded.model.state_dict().items()}
-    loss = loss_of(sharded.model, batches()[0])
-    return {**state, "loss": loss.detach()}
+    for added in (0, 1):
+        with torch.no_grad():
+            sharded.model.get_parameter("blocks.0.up.weight").add_(added)
+        values["blocks.0.up.weight"] += added
+        fresh = net()
+        fresh.load_state_dict(values)
+        want = wholes(shard(fresh, 3, precision=PrecisionConfig(param="fp32", frozen="nf4")))
+        values = {name: whole(value) for name, value in sharded.model.state_dict().items()}
+        assert all(torch.equal(value, want[name]) for name, value in values.items())
+        plain = net()
+        plain.load_state_dict(values)
+        tokens = batches()[0]
+        torch.testing.assert_close(loss_of(sharded.model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("tier", ["host", "device"])
 def test_weights_that_are_written_are_quantized_anew(pool: Pool, tier: str) -> None:
-    found = pool.run(written, 2, "nf4", OffloadConfig(frozen=tier))[0]
-    model = net()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-        stored(model, "nf4")
-        first = model.get_parameter("blocks.0.up.weight")
-        first.add_(1)
-        CODECS["nf4"].decode(CODECS["nf4"].encode(first.data), first.data)
-    assert all(torch.equal(found[name], param) for name, param in model.named_parameters())
-    torch.testing.assert_close(found["loss"], loss_of(model, batches()[0]).detach(), rtol=1e-6, atol=0)
+    pool.run(written, 2, tier)
 
 
-def without_values(rank: int, ranks: int) -> None:
-    with torch.device("meta"):
+def test_weights_without_values_are_refused() -> None:
+    meta = torch.device("meta")
+    with meta:
         model = net()
-    shard(model, 3, precision=PrecisionConfig(frozen="nf4"), init=ModelInit(device=torch.device("meta")))
-
-
-def test_weights_without_values_are_refused(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match=r"precision.frozen=nf4: blocks.0.up.weight has no values on meta"):
-        pool.run(without_values, 1)
-
-
-def refused(rank: int, ranks: int, model: nn.Module, kind: str, tier: str | None) -> None:
-    shard(model, 3, precision=PrecisionConfig(frozen=kind), offload=OffloadConfig(frozen=tier))
+    told = r"precision.frozen=nf4: blocks.0.up.weight has no values on meta"
+    with fake_ranks(1), pytest.raises(ValueError, match=told):
+        shard(model, 3, precision=PrecisionConfig(frozen="nf4"), init=ModelInit(device=meta))
 
 
 NARROW = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
@@ -297,8 +312,6 @@ NARROW = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
         (NARROW, "nf4", None, "precision.frozen=nf4 has no effect with no frozen matrix"),
     ],
 )
-def test_settings_without_effect_are_refused(
-    pool: Pool, model: nn.Module, kind: str, tier: str | None, told: str
-) -> None:
-    with pytest.raises(WorkerError, match=told):
-        pool.run(refused, 1, model, kind, tier)
+def test_settings_without_effect_are_refused(model: nn.Module, kind: str, tier: str | None, told: str) -> None:
+    with fake_ranks(1), pytest.raises(ValueError, match=told):
+        shard(copy.deepcopy(model), 3, precision=PrecisionConfig(frozen=kind), offload=OffloadConfig(frozen=tier))

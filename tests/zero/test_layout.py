@@ -5,27 +5,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import decoders
 import pytest
 import torch
+from fake_ranks import fake_ranks
 from torch.distributed.tensor import Replicate, Shard
+from training_loops import sharded_net
 
-from dzero import PrecisionConfig, ZeroConfig
-from dzero.mesh_config import MeshConfig
-from dzero.zero.cost_model import expected_traffic, resting_bytes
-from dzero.zero.layout import GradSyncPolicy, Layout
-from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
+from dzero import ModelInit, ParallelConfig, make_mesh, parallelize, shard, testing
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def layout(stage: int = 2, *, replicate: int = 1, shard: int = 4, microbatches: int = 1, **precision: str) -> Layout:
-    if stage == 0:
-        replicate, shard = shard, 1
-    return Layout.of(
-        ZeroConfig(stage=stage),
-        PrecisionConfig(**precision),
-        replicate=replicate,
-        shard=shard,
-        microbatches=microbatches,
-    )
+def layout(stage: int = 2, *, ranks: int = 4, **settings: Any) -> Any:
+    with fake_ranks(ranks):
+        return sharded_net(stage=stage, **settings).layout
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -35,136 +29,74 @@ def test_the_stage_fills_the_column_of_placements(stage: int) -> None:
     assert {kind: getattr(table, kind).sharded for kind in rows} == rows
     assert table.master.placements == (Replicate(), Shard(0) if stage else Replicate())
     assert table.ranks == 4
+    assert table.reshard_after_forward is (stage in (0, 3))
+    assert layout(stage, ranks=1).reshard_after_forward is True, "nothing is kept for backward that is not copied"
 
 
 def test_dtypes_follow_precision() -> None:
     table = layout(param="bf16", master="remainder", moments="bf16")
-    assert (table.param.dtype, table.master.dtype, table.moments.dtype) == (torch.bfloat16, torch.int16, torch.bfloat16)
-    assert (table.wire, table.grad.dtype) == (torch.bfloat16, torch.bfloat16)
-    assert layout(microbatches=4).grad.dtype == torch.float32
-    assert layout(replicate=2, shard=2).grad.dtype == torch.float32
-    assert layout(grad="fp32", reduce="fp32").wire == torch.float32
-    assert layout(param="fp16").wire == torch.float16
-    assert layout(microbatches=4, grad="bf16").grad.dtype == torch.bfloat16
+    assert (table.param.dtype, table.master.dtype, table.moments.dtype) == (BF16, torch.int16, BF16)
+    assert (table.wire, table.grad.dtype) == (BF16, BF16)
+    assert layout(microbatches=4).grad.dtype == FP32
+    assert layout(replicate=2).grad.dtype == FP32
+    assert layout(grad="fp32", reduce="fp32").wire == FP32
+    assert layout(param="fp16").wire == FP16
+    assert layout(microbatches=4, grad="bf16").grad.dtype == BF16
 
 
 @pytest.mark.parametrize(("stage", "param"), [(0, "bf16"), (2, "bf16"), (3, "fp16")])
 def test_what_the_backend_sums_travels_in_fp32_by_default(stage: int, param: str) -> None:
     """As torchtitan reduces: in the working dtype every addition, and every hop, would round."""
 
-    def native(shard: int = 4, **precision: str) -> Layout:
-        replicate, shard = (shard, 1) if stage == 0 else (1, shard)
-        kinds = PrecisionConfig(param=param, **precision)
-        return Layout.of(ZeroConfig(stage=stage), kinds, replicate=replicate, shard=shard, exact=False)
+    def native(ranks: int = 4, **precision: str) -> tuple[torch.dtype, torch.dtype]:
+        table = layout(stage, ranks=ranks, reduction="native", param=param, **precision)
+        return table.wire, table.grad.dtype
 
-    working = {"bf16": torch.bfloat16, "fp16": torch.float16}[param]
-    assert (native().wire, native().grad.dtype) == (torch.float32, torch.float32)
-    assert (native(reduce=param).wire, native(reduce=param).grad.dtype) == (working, working)
-    assert (native(grad=param).wire, native(grad=param).grad.dtype) == (working, working)
-    assert (native(shard=1).wire, native(shard=1).grad.dtype) == (working, working)  # nothing is summed
-
-
-def test_the_cadence_is_that_of_the_table() -> None:
-    for stage, early in (
-        (1, GradSyncPolicy(False, False)),
-        (2, GradSyncPolicy(True, False)),
-        (3, GradSyncPolicy(True, True)),
-    ):
-        assert layout(stage).grad_sync_policy(is_last=False) == early
-        assert layout(stage).grad_sync_policy(is_last=True) == GradSyncPolicy(True, True)
-    assert layout(0).grad_sync_policy(is_last=False) == GradSyncPolicy(False, True)
-
-
-def test_on_one_rank_every_stage_reshards_after_forward() -> None:
-    assert all(layout(stage, shard=1).reshard_after_forward is True for stage in (0, 1, 2, 3))
-    assert layout(1).reshard_after_forward is False
-    assert layout(3).reshard_after_forward is True
+    working = {"bf16": BF16, "fp16": FP16}[param]
+    assert native() == (FP32, FP32)
+    assert native(reduce=param) == native(grad=param) == (working, working)
+    assert native(ranks=1) == (working, working)  # nothing is summed
 
 
 def test_shards_are_padded_rows_of_the_first_dim() -> None:
-    shape = ParamShape("w", (5, 3), True)
-    assert [shape.shard_elems(n) for n in (1, 2, 4, 8)] == [15, 9, 6, 3]
+    """Of 5 rows of 3 elements, in fp32."""
+    for ranks, rows in ((1, 5), (2, 3), (4, 2), (8, 1)):
+        with fake_ranks(ranks):
+            sharded = shard(torch.nn.Linear(3, 5, bias=False), 3, precision="fp32")
+            assert testing.resting_bytes(sharded)["param"] == rows * 3 * 4
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "told"),
     [
-        (lambda: ZeroConfig(stage=5), "zero.stage=5: choose 0, 1, 2 or 3"),
-        (lambda: ZeroConfig(reduction="fast"), "zero.reduction='fast': choose one of ['auto', 'exact', 'native']"),
-        (
-            lambda: ZeroConfig(stage=1, reshard_after_forward=False),
-            "zero.reshard_after_forward=false has no effect with zero.stage=1",
-        ),
-        (lambda: PrecisionConfig(param="bf17"), "precision.param='bf17': choose one of ['fp32', 'bf16', 'fp16']"),
-        (lambda: PrecisionConfig(reduce="int2"), "precision.reduce='int2': choose one of"),
-        (lambda: PrecisionConfig(master="bf16"), "precision.master='bf16': choose one of ['fp32', 'remainder']"),
-        (lambda: PrecisionConfig(moments="fp8"), "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']"),
-        (
-            lambda: PrecisionConfig(param="fp16", master="remainder"),
-            "precision.master=remainder with precision.param=fp16: the remainder is",
-        ),
-        (lambda: PrecisionConfig(grad="fp16"), "precision.grad=fp16 with precision.param=bf16"),
-        (lambda: layout(reduce="fp32"), "precision.reduce=fp32 with gradients stored in bf16: the payload is wider"),
-        (
-            lambda: layout(replicate=2, shard=2, grad="bf16"),
-            "precision.grad=bf16 with mesh axis replicate of size 2 and mesh axis shard of size 2: hybrid sharding "
-            "keeps fp32 gradients between its two hops; take precision.grad=auto",
-        ),
-        (
-            lambda: Layout.of(ZeroConfig(stage=0), PrecisionConfig(), replicate=1, shard=2),
-            "zero.stage=0 with mesh axis shard of size 2: it replicates everything",
-        ),
-        (
-            lambda: Layout.of(ZeroConfig(stage=3, reshard_after_forward=3), PrecisionConfig(), replicate=1, shard=8),
-            "zero.reshard_after_forward=3 with mesh axis shard of size 8: parameters are resharded over a part of "
-            "the axis; take true, false or a divisor between: [2, 4]",
-        ),
-        (lambda: MeshConfig(replicate=0), "mesh.replicate=0: must be a whole number ≥ 1"),
-        (lambda: MeshConfig(replicate=3).degrees(8, stage=2), "does not divide the 8 ranks; allowed: [1, 2, 4, 8]"),
-        (lambda: MeshConfig(replicate=2).degrees(8, stage=0), "mesh.replicate=2 has no effect with zero.stage=0"),
+        ({"reduction": "fast"}, "zero.reduction='fast': choose one of ['auto', 'exact', 'native']"),
+        ({"reduce": "int2"}, "precision.reduce='int2': choose one of"),
+        ({"master": "bf16"}, "precision.master='bf16': choose one of ['fp32', 'remainder']"),
+        ({"moments": "fp8"}, "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']"),
+        ({"reshard": 3}, "take true, false or a divisor between: [2, 4]"),
+        ({"grad": "bf16", "replicate": 2}, "hybrid sharding keeps fp32 gradients between its two hops"),
     ],
+    ids=str,
 )
-def test_errors_name_the_key_the_value_and_the_repair(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()
-
-
-def test_mesh_degrees_multiply_to_the_ranks() -> None:
-    assert MeshConfig().degrees(8, stage=3) == (1, 8)
-    assert MeshConfig(replicate=2).degrees(8, stage=1) == (2, 4)
-    assert MeshConfig().degrees(8, stage=0) == (8, 1)
-
-
-EXPERTS = UnitShape("experts", (ParamShape("experts.up", (6, 5), True, Split("ep", 0, 1, 4)),))
-"""What one of four ranks has of 24 rows."""
+def test_errors_name_the_key_the_value_and_the_repair(kind: dict[str, Any], told: str) -> None:
+    """What does not go together is all in `tests/test_compatibility.py`."""
+    with pytest.raises(ValueError, match=re.escape(told)):
+        layout(3, ranks=8, **kind)
 
 
 @pytest.mark.parametrize(
-    ("stage", "degrees", "own", "kept"),
-    [(0, (8, 1), (2, 1), False), (1, (1, 8), (1, 2), True), (3, (2, 8), (2, 2), False), (2, (1, 4), (1, 1), False)],
+    ("stage", "replicate", "ranks", "own"),
+    [(0, 8, 8, (2, 1)), (1, 1, 8, (1, 2)), (3, 2, 16, (2, 2)), (2, 1, 4, (1, 1))],
 )
 def test_experts_that_ranks_share_have_a_table_of_their_own(
-    stage: int, degrees: tuple[int, int], own: tuple[int, int], kept: bool
+    stage: int, replicate: int, ranks: int, own: tuple[int, int]
 ) -> None:
-    replicate, shard = degrees
-    zero, precision = ZeroConfig(stage=stage), PrecisionConfig()
-    table = Layout.of(zero, precision, replicate=replicate, shard=shard, expert_ranks=4)
-    of_unit = table.of_unit(EXPERTS)
-    assert (of_unit.replicate, of_unit.shard) == own
-    assert of_unit.reshard_after_forward is not kept  # one rank keeps no second copy
-    assert (of_unit.param, of_unit.grad, of_unit.master) == (table.param, table.grad, table.master)
-    assert table.of_unit(UnitShape("dense", (ParamShape("up", (6, 5), True),))) is table
-    rows = -(-6 // own[1])
-    assert resting_bytes(table, [EXPERTS]).total == rows * 5 * 14
-    sent = {entry.kind: each.sent_bytes for entry, each in expected_traffic(table, [EXPERTS]).items()}
-    assert sent.get("reduce_scatter", 0) == (own[1] - 1) * rows * 5 * 2
-    assert sent.get("all_gather", 0) == (own[1] - 1) * rows * 5 * 2 * (2 if stage == 3 else 1)
-    assert ("all_reduce" in sent) == (own[0] > 1)
-
-
-def test_what_cuts_experts_is_refused_where_it_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"mesh.ep=3 does not divide the 8 data-parallel ranks of axis shard"):
-        Layout.of(ZeroConfig(), PrecisionConfig(), replicate=1, shard=8, expert_ranks=3)
-    nearby = ZeroConfig(stage=3, reshard_after_forward=2)
-    with pytest.raises(ValueError, match=r"reshard_after_forward=2 with mesh.ep=4"):
-        Layout.of(nearby, PrecisionConfig(), replicate=1, shard=8, expert_ranks=4)
+    """Of four experts each of four neighbours has one, in as many copies and shards as there are ranks left."""
+    with fake_ranks(ranks):
+        model, mesh = decoders.on_meta(**decoders.EXPERTS), make_mesh("cpu", replicate=replicate)
+        init = ModelInit(device=torch.device("meta"))
+        sharded = shard(parallelize(model, mesh, ParallelConfig(ep=4)), stage, mesh=mesh, init=init)
+        tables = {unit.shape.name: unit.layout for unit in sharded.units}
+    experts = [table for name, table in tables.items() if name.endswith("experts")]
+    assert [(table.replicate, table.shard) for table in experts] == [own] * 2
+    assert tables["root"].ranks == ranks

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import small_decoders
-import torch.distributed as dist
 from dispatch_counter import DispatchCounter
+from fake_ranks import fake_ranks
 from pool import Pool
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_loops import backward, sharded_net
 
 from dzero import AdamW, OffloadConfig, Sharded
-from dzero.comm.ledger import Entry, Traffic
-from dzero.zero.cost_model import expected_traffic
+from dzero.testing import Entry, Traffic, expected_decision, expected_traffic
 
 BLOCKS = 3
 UNITS = BLOCKS + 1
@@ -38,7 +33,7 @@ def step_traffic(net: str, **kwargs: Any) -> tuple[Sharded, dict[Entry, Traffic]
     return sharded, sharded.ledger.take(), counter, optim.last_decision.finite
 
 
-def check(net: str, **kwargs: Any) -> None:
+def check(net: str = "even", **kwargs: Any) -> None:
     """One rank's traffic of a step against the table and against the auditor."""
     sharded, ledger, counter, finite = step_traffic(net, **kwargs)
     layout = sharded.layout
@@ -46,8 +41,9 @@ def check(net: str, **kwargs: Any) -> None:
     deciding = ("control", "exceptional")
     control = {entry: traffic for entry, traffic in ledger.items() if entry.phase in deciding}
     moved = {entry: traffic for entry, traffic in ledger.items() if entry.phase not in deciding}
-    assert moved == expected_traffic(layout, sharded.shapes), where
+    assert moved == expected_traffic(sharded), where
 
+    assert expected_decision(sharded) == control_by_hand(sharded), where
     by_hand = control_by_hand(sharded) | ({} if finite else named_by_hand(sharded))
     assert control == by_hand, where
     audit(sharded, moved, by_hand, counter, where)
@@ -102,98 +98,107 @@ def audit(
         assert counter.calls["send"] == 0, where
 
 
-def check_stages(rank: int, ranks: int) -> None:
-    for stage, microbatches in itertools.product((0, 1, 2, 3), (1, 4)):
-        check("even", stage=stage, microbatches=microbatches, param="bf16")
-    for stage, net in itertools.product((0, 1, 2, 3), ("uneven", "tied")):
-        check(net, stage=stage, microbatches=1 + stage % 2)
-    for stage in (0, 1, 2, 3):
-        check("even", stage=stage, microbatches=1, reduction="native", param="fp32")
-    check("even", stage=3, microbatches=4, reshard=False)
-    check("even", stage=2, grad="fp32", reduce="fp32")
-    check("even", stage=1, param="fp16", microbatches=4)
-    check("even", stage=3, microbatches=4, unit_bytes=6000)
-    check("uneven", stage=2, unit_bytes=1)
+SHARED_OUT = {"replicate": 2, "optimizer_shard_axes": ("replicate", "shard")}
+LATE = OffloadConfig(grad="host", master="host", moments="host")
+"""New values travel in the next step's forward."""
+CELLS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        *({"stage": stage, "microbatches": 4, "param": "bf16"} for stage in (0, 1, 2, 3)),
+        *({"net": net, "stage": stage} for stage in (0, 1, 2, 3) for net in ("uneven", "tied")),
+        *({"stage": stage, "reduction": "native", "param": "fp32"} for stage in (0, 2, 3)),
+        {"stage": 3, "microbatches": 4, "reshard": False},
+        {"stage": 2, "grad": "fp32", "reduce": "fp32"},
+        {"stage": 1, "microbatches": 4, "param": "fp16"},
+        {"stage": 3, "microbatches": 4, "unit_bytes": 6000},
+        {"net": "uneven", "stage": 2, "unit_bytes": 1},
+    ],
+    4: [
+        *({"stage": stage} for stage in (0, 3)),
+        *({"stage": stage, "microbatches": 4, "replicate": 2} for stage in (1, 3)),
+        {"net": "uneven", "stage": 2, "replicate": 2},
+        {"stage": 2, "replicate": 2, "reduction": "native"},
+        {"stage": 3, "microbatches": 4, "reshard": 2},
+        {"net": "uneven", "stage": 2, "node_ranks": 2},
+        {"stage": 3, "microbatches": 2, "reshard": 2, "gather": "int8", "reduce": "int4", "node_ranks": 2},
+        {"net": "uneven", "stage": 3, "gather": "int4", "reduce": "int8"},
+    ],
+}
+REALLY: dict[int, list[dict[str, Any]]] = {
+    2: [{"net": "uneven", "stage": 3, "microbatches": 2}, {"net": "tied", "stage": 1}],
+    4: [
+        {"net": "uneven", "stage": 1, "microbatches": 2, **SHARED_OUT},
+        {"net": "uneven", "stage": 3, "microbatches": 2, **SHARED_OUT},
+        {"stage": 3, "reduction": "native", **SHARED_OUT},
+        {"stage": 2, "offload": LATE, **SHARED_OUT},
+    ],
+}
+"""What real ranks do: replicas that share out states send new values only where a step is taken, and a group that moves
+nothing may skip any step, for its gradients are whatever memory held."""
 
 
-def check_four_ranks(rank: int, ranks: int) -> None:
-    for stage, microbatches in itertools.product((0, 1, 2, 3), (1, 4)):
-        check("even", stage=stage, microbatches=microbatches)
-    for stage, microbatches in ((1, 4), (2, 1), (3, 1), (3, 4)):
-        check("even", stage=stage, microbatches=microbatches, replicate=2)
-    check("uneven", stage=3, replicate=2)
-    for stage, microbatches in ((1, 4), (2, 1), (3, 4)):
-        check(
-            "uneven", stage=stage, microbatches=microbatches, replicate=2, optimizer_shard_axes=("replicate", "shard")
-        )
-    check("even", stage=3, replicate=2, optimizer_shard_axes=("replicate", "shard"), reduction="native")
-    late = OffloadConfig(grad="host", master="host", moments="host")  # new values travel in the next step's forward
-    check("even", stage=2, replicate=2, optimizer_shard_axes=("replicate", "shard"), offload=late)
-    check("even", stage=2, replicate=2, reduction="native")
-    check("even", stage=3, microbatches=4, reshard=2)
-    check("uneven", stage=2, node_ranks=2)
-    check("even", stage=3, microbatches=2, reshard=2, gather="int8", reduce="int4", node_ranks=2)
-    check("uneven", stage=3, gather="int4", reduce="int8")
+def check_all(rank: int, ranks: int, cells: list[dict[str, Any]]) -> None:
+    for cell in cells:
+        check(**cell)
 
 
-def test_a_step_of_two_ranks_moves_what_the_table_says(pool: Pool) -> None:
-    pool.run(check_stages, 2)
+@pytest.mark.parametrize("ranks", CELLS)
+def test_a_step_moves_what_the_table_says(ranks: int) -> None:
+    with fake_ranks(ranks, rank=1):
+        check_all(1, ranks, CELLS[ranks])
 
 
-def test_a_step_of_four_ranks_moves_what_the_table_says_hybrid_and_partial_reshard_included(pool: Pool) -> None:
-    pool.run(check_four_ranks, 4)
+@pytest.mark.parametrize("ranks", REALLY)
+def test_a_step_of_real_ranks_moves_what_the_table_says(pool: Pool, ranks: int) -> None:
+    pool.run(check_all, ranks, REALLY[ranks][: 4 // ranks])  # the rest of four ranks' is full
 
 
-@contextmanager
-def fake_group(rank: int, ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.full("tests/zero/test_traffic.py::test_a_step_of_real_ranks_moves_what_the_table_says")
+@pytest.mark.parametrize("ranks", CELLS)
+def test_every_step_of_real_ranks_moves_what_the_table_says(pool: Pool, ranks: int) -> None:
+    pool.run(check_all, ranks, [*CELLS[ranks], *REALLY[ranks]])
 
 
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("ranks", [64, 1024])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_of_many_ranks_moves_what_the_table_says(ranks: int, stage: int) -> None:
-    with fake_group(1, ranks):
-        check("even", stage=stage, microbatches=2 if ranks == 64 else 1)
+IN_FULL = pytest.mark.full("tests/zero/test_traffic.py::test_a_step_moves_what_the_table_says")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        (64, {"stage": 2, "microbatches": 2}),
+        pytest.param(64, {"stage": 3, "microbatches": 2, "replicate": 8}, marks=IN_FULL),
+        *(pytest.param(1024, {"stage": stage}, marks=IN_FULL) for stage in (0, 1, 3)),
+    ],
+    ids=str,
+)
+def test_a_step_of_many_ranks_moves_what_the_table_says(ranks: int, cell: dict[str, Any]) -> None:
+    with fake_ranks(ranks, rank=9):
+        check(**cell)
+
+
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(("ranks", "messages"), [(64, 14), (1024, 62)])
 def test_a_collective_of_many_ranks_posts_messages_to_few_of_them(ranks: int, messages: int) -> None:
     """In one hop these were 63 and 1023. A gather and a reduction of each unit at stage 2, each in one piece."""
-    with fake_group(1, ranks):
+    with fake_ranks(ranks, rank=1):
         _, _, counter, _ = step_traffic("even", stage=2)
         assert counter.calls["send"] == counter.calls["recv_"] == 2 * UNITS * messages
 
 
-def test_a_hybrid_step_of_64_ranks_moves_what_the_table_says() -> None:
-    with fake_group(9, 64):
-        check("even", stage=3, microbatches=2, replicate=8)
-
-
-def traffic_by_hand(rank: int, ranks: int) -> list[list[tuple[str, int, int]]]:
-    """(kind, calls, bytes) of bf16 steps at 2 ranks, for stages 0 to 3."""
-    rows = []
-    for stage in (0, 1, 2, 3):
-        _, ledger, _, _ = step_traffic("even", stage=stage, microbatches=4, grad="bf16")
-        rows.append([(e.kind, t.calls, t.sent_bytes) for e, t in ledger.items() if e.phase != "control"])
-    return rows
-
-
-def test_the_numbers_of_the_table_written_out(pool: Pool) -> None:
-    stage0, stage1, stage2, stage3 = pool.run(traffic_by_hand, 2)[0]
+def test_the_numbers_of_the_table_written_out() -> None:
+    """(kind, calls, bytes) of bf16 steps of four microbatches at 2 ranks."""
+    with fake_ranks(2):
+        stages = [step_traffic("even", stage=stage, microbatches=4, grad="bf16")[1] for stage in (0, 1, 2, 3)]
+    found = [
+        [(e.kind, t.calls, t.sent_bytes) for e, t in ledger.items() if e.phase in ("reduce", "unshard")]
+        for ledger in stages
+    ]
     block = 2 * 2 * 32 + 3 * 32 * 32 + (32 * 32 + 32) + (64 * 32 + 64) + (32 * 64 + 32)
     root = 64 * 32 + 16 * 32 + 2 * 32 + 64 * 32
-    elems = BLOCKS * block + root
-    half = elems * 2 // 2  # what one of two ranks sends of Ψ bf16 elements
-    assert stage0 == [("all_reduce", UNITS, 2 * half)]
-    assert stage1 == [("reduce_scatter", UNITS, half), ("all_gather", UNITS, half)]
-    assert stage2 == [("reduce_scatter", 4 * UNITS, 4 * half), ("all_gather", UNITS, half)]
-    # Blocks are gathered for forward and for backward, the root once for both.
-    assert stage3 == [
-        ("reduce_scatter", 4 * UNITS, 4 * half),
-        ("all_gather", 4 * (2 * BLOCKS + 1), 8 * half - 4 * root),
+    half = (BLOCKS * block + root) * 2 // 2  # what one of two ranks sends of Ψ bf16 elements
+    assert found == [
+        [("all_reduce", UNITS, 2 * half)],
+        [("reduce_scatter", UNITS, half), ("all_gather", UNITS, half)],
+        [("reduce_scatter", 4 * UNITS, 4 * half), ("all_gather", UNITS, half)],
+        # Blocks are gathered for forward and for backward, the root once for both.
+        [("reduce_scatter", 4 * UNITS, 4 * half), ("all_gather", 4 * (2 * BLOCKS + 1), 8 * half - 4 * root)],
     ]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from training_loops import sharded_net, train, unequal
 
 from dzero import AdamW, OffloadConfig, Sharded
-from dzero.zero.dtensors import local_of
+from dzero.testing import local
 
 HOST = OffloadConfig(param="host", grad="host", master="host", moments="host")
 
@@ -40,15 +40,14 @@ def batch() -> Tensor:
 
 
 def shards(sharded: Sharded) -> dict[str, int]:
-    return {name: local_of(param).data_ptr() for name, param in sharded.named_params().items()}
+    return {name: local(param).data_ptr() for name, param in sharded.named_params().items()}
 
 
 def where(_: int, __: int, stage: int, offload: OffloadConfig | None) -> tuple[dict[str, int], dict[str, int]]:
     sharded = sharded_net(stage=stage, offload=offload)
     optim = AdamW(sharded)  # which, with parameters on the host, brings them
     train(sharded, optim, steps=1)
-    hosted = {name: memory.flat.data_ptr() for unit in sharded.units for name, memory in unit.offloaded.items()}
-    return used(sharded), hosted if offload else shards(sharded)
+    return used(sharded), shards(sharded)
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (1, 0), (1, 2), (1, 3)])
@@ -58,14 +57,11 @@ def test_what_is_computed_with_are_the_shards(pool: Pool, ranks: int, stage: int
         assert computed == own
 
 
-def test_what_is_on_the_host_is_copied_to_the_device(pool: Pool) -> None:
-    ((computed, hosted),) = pool.run(where, 1, 3, HOST)
-    assert hosted.keys() == computed.keys()
-    assert not set(computed.values()) & set(hosted.values())
-
-
-def test_two_ranks_gather(pool: Pool) -> None:
-    for computed, own in pool.run(where, 2, 2, None):
+@pytest.mark.parametrize(("ranks", "stage", "offload"), [(2, 2, None), (1, 3, HOST)], ids=["gathered", "fetched"])
+def test_what_other_ranks_or_the_host_have_is_copied(
+    pool: Pool, ranks: int, stage: int, offload: OffloadConfig | None
+) -> None:
+    for computed, own in pool.run(where, ranks, stage, offload):
         assert own.keys() == computed.keys()
         assert not set(computed.values()) & set(own.values())
 
@@ -81,7 +77,7 @@ def assigned(_: int, __: int, together: bool) -> tuple[list[str], bool]:
     flat = torch.full((7 + sum(value.numel() for value in values.values()),), 3.0, dtype=torch.bfloat16)
     at = 0
     for name, value in values.items() if together else ():
-        slot = flat[at : (at := at + value.numel())].view(value.shape).copy_(local_of(value))
+        slot = flat[at : (at := at + value.numel())].view(value.shape).copy_(local(value))
         values[name] = DTensor.from_local(slot, value.device_mesh, value.placements)
     models[1].model.load_state_dict(values, assign=True)
     after = []
@@ -96,7 +92,7 @@ def assigned(_: int, __: int, together: bool) -> tuple[list[str], bool]:
 
 
 def grads(sharded: Sharded) -> dict[str, Tensor]:
-    return {name: local_of(param.grad) for name, param in sharded.model.named_parameters() if param.grad is not None}
+    return {name: local(param.grad) for name, param in sharded.model.named_parameters() if param.grad is not None}
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,17 +15,18 @@ import torch
 from pool import Pool
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training_loops import sharded_net, train
+from training_loops import sharded_net
+from typed_commands import in_a_process
 
 import dzero
 from dzero import AdamW
 from dzero.parallel.context import ring
 from dzero.utils import torch_internals
-from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, OPERATORS, TIMEOUTS, VERSIONS, Seam
+from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, TIMEOUTS, VERSIONS, Seam
 from dzero.zero import fsdp_internals
 from dzero.zero.fsdp_internals import CHANGES, FIRST_CALLS
 
-CONF = Path(__file__).parent.parent.parent / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 TRAINING = (*torch_internals.SEAMS, *fsdp_internals.SEAMS)
 FALLBACKS = [seam for seam in (*TRAINING, TIMEOUTS) if seam.without is not None]
 REFUSED = [seam for seam in (*TRAINING, *ring.SEAMS, FAKE_TENSORS, FAKE_GROUPS) if seam.without is None]
@@ -64,23 +63,33 @@ def _forget() -> None:
         each.__dict__.pop("missing", None)
 
 
-def trained(_: int, __: int, name: str | None, stage: int) -> tuple[list[Any], dict[str, torch.Tensor], list[str]]:
-    """Losses and parameters of three steps, and the warnings on the way."""
-    with lacking(name), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        sharded = sharded_net(stage=stage)
-        losses = train(sharded, AdamW(sharded), steps=3)
-        told = [str(each.message) for each in said if "which dzero needs" in str(each.message)]
-    params = {name: param.full_tensor() for name, param in sharded.named_params().items()}  # type: ignore[attr-defined]
-    return losses, params, told
+def trained(_: int, __: int, stage: int) -> list[tuple[list[Any], dict[str, torch.Tensor], list[str]]]:
+    """Losses, parameters and warnings of two steps with all names, and of two without each that has a fallback."""
+    found = []
+    for name in (None, *(seam.names[-1] for seam in FALLBACKS)):
+        with lacking(name), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.manual_seed(0)
+            layers = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+            sharded = dzero.shard(layers, stage=stage)
+            optim, losses = AdamW(sharded, max_norm=1.0), []
+            for _ in range(2):
+                loss = sharded.model(torch.arange(8)).float().square().sum()
+                loss.backward()
+                optim.step()
+                losses.append(loss.item())
+            told = [str(each.message) for each in said if "which dzero needs" in str(each.message)]
+        params = {name: param.full_tensor() for name, param in sharded.named_params().items()}  # type: ignore[attr-defined]
+        found.append((losses, params, told))
+    return found
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("stage", [2, 0])
 def test_training_falls_back_with_the_same_bits(pool: Pool, stage: int) -> None:
-    plain, params, told = pool.run(trained, 2, None, stage)[0]
-    assert told == []
-    for seam in FALLBACKS:
-        losses, found, told = pool.run(trained, 2, seam.names[-1], stage)[0]
+    (plain, params, said), *others = pool.run(trained, 2, stage)[0]
+    assert said == []
+    for seam, (losses, found, told) in zip(FALLBACKS, others, strict=True):
         assert losses == plain, seam
         assert all(torch.equal(found[each], params[each]) for each in params), seam
         assert told == [
@@ -122,14 +131,8 @@ def test_what_cannot_do_without_is_refused_in_one_line(pool: Pool) -> None:
     }
 
 
-def unchecked(_: int, __: int) -> tuple[list[float], str]:
-    """Numbers of sharded parameters, which are DTensor's; a backward that is not refused; and FSDP2's own error."""
-    with lacking(OPERATORS.names[0]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        handlers.pop(torch.ops.aten._local_scalar_dense.default, None)  # of earlier runs in this process
-        sharded = sharded_net(stage=2)
-        numbers = [float(param.norm()) for param in sharded.named_params().values()]
+def unchecked(_: int, __: int) -> str:
+    """A backward that is not refused, and FSDP2's own error."""
     with lacking(CHANGES.names[0]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sharded = sharded_net(stage=2)
@@ -145,13 +148,27 @@ def unchecked(_: int, __: int) -> tuple[list[float], str]:
         model[0](torch.zeros(1, 1, dtype=torch.int64))
         with pytest.raises(RuntimeError) as error:
             model(torch.zeros(1, 1, dtype=torch.int64))
-    return numbers, str(error.value)
+    return str(error.value)
 
 
 def test_without_a_check_torchs_own_behaviour_is_left(pool: Pool) -> None:
-    (numbers, said), (others, _) = pool.run(unchecked, 2)
-    assert numbers != others
-    assert "FSDP" in said
+    for said in pool.run(unchecked, 2):
+        assert "FSDP" in said
+
+
+def with_handlers(rank: int, ranks: int) -> set[str]:
+    """Operators that DTensor does not dispatch by itself any more."""
+    sharded_net(stage=3)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return {str(operator) for operator in handlers}
+
+
+def test_products_and_functions_of_one_tensor_stay_with_dtensors_fast_dispatch(pool: Pool) -> None:
+    """Tensor parallelism runs these for every layer, whatever is sharded; a handler costs 10 to 20 us each."""
+    (handled,) = pool.run(with_handlers, 1)
+    fast = ("mm", "bmm", "addmm", "t", "transpose.int", "detach", "clone", "relu", "silu", "gelu", "exp", "neg")
+    assert not handled & {f"aten.{name}" if "." in name else f"aten.{name}.default" for name in fast}
+    assert handled >= {"aten.max.default", "aten.select.int", "aten.fill_.Scalar", "aten.mse_loss.default"}
 
 
 def test_names_that_instances_have_count_and_others_do_not() -> None:
@@ -162,7 +179,8 @@ def test_names_that_instances_have_count_and_others_do_not() -> None:
         assert not torch_internals._exists(gone), gone
 
 
-def test_dzero_is_imported_configured_and_explained_without_private_modules() -> None:
+def test_dzero_is_imported_configured_and_explained_without_private_modules(tmp_path: Path) -> None:
+    """In a cold start: a warm one has imported all of them."""
     script = f"""
 import sys, torch, torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.tensor.parallel
 import torch.distributed.pipelining, torch.distributed.checkpoint, torch.utils.flop_counter
@@ -178,10 +196,14 @@ from dzero import __main__, overrides
 for name in dzero.__all__:
     getattr(dzero, name)
 overrides.composed(["data.path=x"], Path({str(CONF)!r}))
-sys.argv = ["dzero", *sys.argv[1:]]
-__main__.main()
+for words in (["--help"], ["train", "--help"]):
+    sys.argv = ["dzero", *words]
+    try:
+        __main__.main()
+    except SystemExit as end:
+        assert not end.code
 """
-    for words in (["--help"], ["train", "--help"]):
-        run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        assert "dzero" in run.stdout
+    run = in_a_process("-c", script, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "usage: dzero [-h]" in run.stdout
+    assert "dzero train zero.stage=3" in run.stdout
