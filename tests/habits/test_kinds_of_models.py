@@ -156,7 +156,7 @@ def in_dzero(rank: int, ranks: int, kind: str, stage: int) -> Trained:
     return (losses / ranks).tolist(), {name: whole(param) for name, param in sharded.model.named_parameters()}
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/habits/test_models_and_loops.py::test_a_model_gives_what_torch_gives")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_of_ones_own_trains_it_as_torch_does(pool: Pool, kind: str, stage: int) -> None:

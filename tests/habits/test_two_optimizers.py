@@ -1,22 +1,40 @@
-"""Two optimizers over one model: a judged generator, and one model's head beside its body. For pool workers.
+"""Two optimizers over one model, a judged generator: they train its parts as in torch, and a parameter has one of them.
 
 Plain torch takes the batches of all ranks in one process, a sharded model those of its own rank.
 """
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from loops_of_torch import OPTIONS, whole
+from models_of_torch import HOST, OPTIONS, whole
+from pool import Pool
 from torch import Tensor, nn
 
-from dzero import AdamW, PrecisionConfig, Sharded, TorchOptimizer, ZeroConfig, make_mesh, shard
+from dzero import (
+    AdamW,
+    CheckpointConfig,
+    Checkpointer,
+    OffloadConfig,
+    PrecisionConfig,
+    Sharded,
+    TorchOptimizer,
+    ZeroConfig,
+    make_mesh,
+    shard,
+)
 
-WIDTH, STEPS, MAX_NORM = 8, 4, 0.05
+WIDTH, STEPS, MAX_NORM = 8, 3, 0.05
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -63,16 +81,9 @@ clear their gradients before that backward, or in `kept` after it: then the judg
 """
 
 
-class Optimizer(Protocol):
-    """What the loop calls."""
-
-    def step(self) -> object: ...
-    def zero_grad(self) -> object: ...
-
-
-def _train(
+def train(
     model: nn.Module,
-    optims: tuple[Optimizer, Optimizer],
+    optims: tuple[Any, Any],
     loop: str,
     microbatches: int,
     mine: slice,
@@ -100,15 +111,15 @@ def in_torch(ranks: int, loop: str, microbatches: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Judged()
     inner = (
-        torch.optim.AdamW(model.generator.parameters(), **OPTIONS),  # type: ignore[arg-type]
+        torch.optim.AdamW(model.generator.parameters(), **OPTIONS),
         torch.optim.SGD(model.judge.parameters(), **MOMENTUM),
     )
     for optim in inner:
-        optim.register_step_pre_hook(_clip)
-    return _train(model, inner, loop, microbatches, slice(ranks), lambda is_last: nullcontext())
+        optim.register_step_pre_hook(clip_)
+    return train(model, inner, loop, microbatches, slice(ranks), lambda is_last: nullcontext())
 
 
-def _clip(optim: torch.optim.Optimizer, *_: object) -> None:
+def clip_(optim: torch.optim.Optimizer, *_: object) -> None:
     torch.nn.utils.clip_grad_norm_(optim.param_groups[0]["params"], MAX_NORM)
 
 
@@ -116,7 +127,7 @@ def in_dzero(rank: int, ranks: int, stage: int, units: str, loop: str, microbatc
     """The same of a sharded model, on this rank's batches."""
     sharded = sharded_judged(stage, units, microbatches)
     optims = optimizers_of(sharded)
-    return _train(sharded.model, optims, loop, microbatches, slice(rank, rank + 1), sharded.microbatch)
+    return train(sharded.model, optims, loop, microbatches, slice(rank, rank + 1), sharded.microbatch)
 
 
 def sharded_judged(stage: int, units: str = "a unit each", microbatches: int = 1, **options: Any) -> Sharded:
@@ -133,6 +144,70 @@ def optimizers_of(sharded: Sharded) -> tuple[AdamW, TorchOptimizer]:
     assert isinstance(generator, nn.Module)
     assert isinstance(judge, nn.Module)
     return (
-        AdamW(sharded, generator.parameters(), max_norm=MAX_NORM, **OPTIONS),  # type: ignore[arg-type]
+        AdamW(sharded, generator.parameters(), max_norm=MAX_NORM, **OPTIONS),
         TorchOptimizer(sharded, torch.optim.SGD, judge.parameters(), max_norm=MAX_NORM, **MOMENTUM),
     )
+
+
+Cell = tuple[int, str, str, int]
+SOME: list[Cell] = [
+    (3, "a unit each", "in turn", 3),
+    (2, "one unit for both", "kept", 3),
+    (0, "a unit each", "together", 1),
+    (1, "a unit each", "kept", 1),
+]
+
+
+def check(pool: Pool, ranks: int, cells: list[Cell]) -> None:
+    for stage, units, loop, microbatches in cells:
+        expected = in_torch(ranks, loop, microbatches)
+        for found in pool.run(in_dzero, ranks, stage, units, loop, microbatches):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=f"{units}, {loop}, {microbatches}")
+
+
+def test_two_optimizers_train_their_parts_as_in_torch(pool: Pool) -> None:
+    check(pool, 2, SOME)
+
+
+@pytest.mark.full("tests/habits/test_two_optimizers.py::test_two_optimizers_train_their_parts_as_in_torch")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_optimizers_train_their_parts_as_in_torch_full_product(pool: Pool, stage: int, ranks: int) -> None:
+    check(pool, ranks, [*product([stage], UNITS, LOOPS, [1, 4])])
+
+
+def refused_beside_another(rank: int, ranks: int, folder: Path) -> list[str]:
+    """What is said of a parameter that has an optimizer, at once and added later, and where two cannot share."""
+    told = []
+    sharded = sharded_judged(2)
+    generator, judge = optimizers_of(sharded)
+    with pytest.raises(RuntimeError) as raised:
+        AdamW(sharded)
+    told.append(str(raised.value))
+    with pytest.raises(RuntimeError) as raised:
+        judge.add_param_group({"params": generator.param_groups[0]["params"][:1]})
+    told.append(str(raised.value))
+    assert len(judge.param_groups) == 1
+    config = CheckpointConfig(folder=str(folder), every=1)
+    others = r"judge\.\d\.(weight|bias): another optimizer updates it"
+    with Checkpointer(replace(config, every=None), sharded, generator) as late, pytest.raises(ValueError, match=others):
+        late.save(1, {})
+    with pytest.raises(ValueError, match=others):
+        Checkpointer(config, sharded, generator)
+    half = PrecisionConfig(param="fp16")
+    for options in ({"offload": OffloadConfig(**HOST)}, {"precision": half}):
+        with pytest.raises(RuntimeError) as raised:
+            optimizers_of(sharded_judged(2, **options))
+        told.append(str(raised.value))
+    del generator, late
+    gc.collect()
+    AdamW(sharded, sharded.model.generator.parameters())  # type: ignore[union-attr]
+    return told
+
+
+def test_a_parameter_has_one_optimizer(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(refused_beside_another, 1, tmp_path):
+        for text in told[:2]:
+            assert re.match(r"generator\.0\.(weight|bias): its gradients already go to another optimizer", text)
+        assert "states off the device" in told[2]
+        assert "fp16" in told[3]
