@@ -1,6 +1,6 @@
 """The update's kernel on a GPU: the bits of the CPU kernels. Run with `pytest -m gpu`.
 
-tests/optim/test_cuda_kernels.py interprets the kernel on the CPU and counts the instructions of its machine code.
+tests/optim/inside/test_inside_cuda.py interprets the kernel on the CPU and counts the instructions of its machine code.
 Launches, pinned copies, streams, and how division and square root round in silicon are seen here only.
 """
 

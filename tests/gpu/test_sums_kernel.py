@@ -1,6 +1,6 @@
 """Sums of squares on a GPU: the bits of the CPU kernel, on any stream, without waiting. Run with `pytest -m gpu`.
 
-tests/optim/test_cuda_sums.py interprets the kernels on the CPU and counts the instructions of their machine code.
+tests/optim/inside/test_inside_cuda.py interprets the kernels on the CPU and counts instructions of their machine code.
 """
 
 from __future__ import annotations

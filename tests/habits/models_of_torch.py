@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, mse_loss
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
+from training_loops import params_of
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 
@@ -45,8 +46,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -63,8 +63,7 @@ class Net(nn.Module):
         x = self.embed(x)
         for number in self.order:
             x = self.blocks[number](x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Again(Net):
@@ -94,8 +93,7 @@ class PartlyAgain(Net):
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         x = self.blocks[1](self.embed(x))
-        out: Tensor = self.head(self.blocks[1](self.blocks[0](x), both=False))
-        return out
+        return self.head(self.blocks[1](self.blocks[0](x), both=False))
 
 
 class Tied(Net):
@@ -139,8 +137,7 @@ class Holder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.scale, self.parts = nn.Parameter(torch.ones(WIDTH)), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
 
 
 class Nested(Net):
@@ -148,21 +145,15 @@ class Nested(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            [
-                nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())]),
-                nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.ParameterList([torch.ones(WIDTH)])}),
-                Holder(),
-            ]
-        )
+        listed = nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+        named = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.ParameterList([torch.ones(WIDTH)])})
+        self.blocks = nn.ModuleList([listed, named, Holder()])
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
-        blocks: Any = self.blocks
-        first, second = blocks[0]
+        (first, second), named, holder = self.blocks
         x = second(first(self.embed(x)))
-        x = blocks[1]["a"](x) * blocks[1]["b"][0]
-        out: Tensor = self.head(torch.tanh(blocks[2].parts[0](x)) * blocks[2].scale)
-        return out
+        x = named["a"](x) * named["b"][0]
+        return self.head(torch.tanh(holder.parts[0](x)) * holder.scale)
 
 
 class InPlace(Net):
@@ -199,8 +190,7 @@ class Gained(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.gain.ndim == 0
-        out: Tensor = self.gain * super().forward(x)
-        return out
+        return self.gain * super().forward(x)
 
 
 class Scalars(Net):
@@ -217,16 +207,14 @@ class Scalars(Net):
         x = self.embed(x)
         for block in self.blocks[:2]:
             x = block(x)
-        out: Tensor = self.head(x) * self.logit_scale.exp()
-        return out
+        return self.head(x) * self.logit_scale.exp()
 
 
 class PartRecomputed(Block):
     """A block of which one layer is computed again in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False))
-        return out
+        return x + self.down(checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False))
 
 
 class Recomputed(Net):
@@ -240,8 +228,7 @@ class Recomputed(Net):
         x = self.blocks[0](self.embed(x))
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
         x = checkpoint(self.blocks[1], x, use_reentrant=True)
-        out: Tensor = checkpoint(lambda y: self.head(self.blocks[2](y)), x, use_reentrant=False)
-        return out
+        return checkpoint(lambda y: self.head(self.blocks[2](y)), x, use_reentrant=False)
 
 
 class Memoising(Block):
@@ -252,8 +239,7 @@ class Memoising(Block):
     def forward(self, x: Tensor) -> Tensor:
         if self.kept is None:
             self.kept = torch.tanh(self.up.weight)
-        out: Tensor = x + self.down(linear(x, self.kept, self.up.bias))
-        return out
+        return x + self.down(linear(x, self.kept, self.up.bias))
 
 
 class Memoised(Net):
@@ -274,7 +260,7 @@ class TiedViews(InPlace):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
-        self.blocks[1][1].weight = self.blocks[0][1].weight  # type: ignore[index, union-attr]
+        self.blocks[1][1].weight = self.blocks[0][1].weight
 
 
 @dataclass
@@ -294,26 +280,30 @@ class Slots:
 
 
 class Boxing(Block):
-    """A block that takes an object, and returns one of a kind, or without a kind writes into what it took."""
+    """A block that takes an object or a dict, and returns one of a kind, or without a kind writes into what it took."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self.kind = kind
 
     def forward(self, given: Any) -> Any:
-        out = super().forward(given.x)
+        is_dict = isinstance(given, dict)
+        out = super().forward(given["x"] if is_dict else given.x)
         if self.kind is not None:
             return self.kind(x=out)
-        given.x = out
+        if is_dict:
+            given["x"] = out
+        else:
+            given.x = out
         return given
 
 
 class InObjects(Net):
-    """Blocks, and the model itself, return objects."""
+    """Blocks return objects, of which pytree knows some, or write into them, and the model itself returns one."""
 
     def __init__(self) -> None:
         super().__init__()
-        kinds = (SimpleNamespace, Slots, None, Boxed)
+        kinds = (SimpleNamespace, Slots, None, dict, None, Boxed)
         self.blocks = nn.ModuleList(Boxing(kind) for kind in kinds)
 
     def forward(self, x: Tensor, rank: int = 0) -> Any:
@@ -344,8 +334,7 @@ class Table(Net):
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         x = self.blocks[0](self.embed(x)) + self.blocks[1](3)
         x = torch.cat([torch.tanh(x[:2] + self.blocks[1](2)), x[2:]])
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Branch(Net):
@@ -359,32 +348,15 @@ class Branch(Net):
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         x = self.blocks[1](self.embed(x), both=rank == 0 or self.everywhere)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
-MODELS: dict[str, type[Net]] = {
-    each.__name__: each
-    for each in (
-        Net,
-        Again,
-        PartlyAgain,
-        Tied,
-        PartlyFrozen,
-        Unused,
-        Parametrized,
-        Nested,
-        InPlace,
-        InPlaceAlone,
-        Scalars,
-        TiedViews,
-        InObjects,
-        Table,
-        Recomputed,
-        Memoised,
-        Branch,
-    )
-}
+KINDS: tuple[type[Net], ...] = (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Nested, InPlace)
+KINDS += (InPlaceAlone, Scalars, TiedViews, InObjects, Table, Recomputed, Memoised, Branch)
+MODELS = {each.__name__: each for each in KINDS}
+
+
+Loop = Callable[["Training", list[Batch]], None]
 
 
 @dataclass
@@ -438,7 +410,7 @@ class Training:
 
 def backward(loss: Tensor, **options: Any) -> None:
     """As a method, which has no types."""
-    loss.backward(**options)  # type: ignore[no-untyped-call]
+    loss.backward(**options)
 
 
 def plain(training: Training, batches: list[Batch]) -> None:
@@ -493,14 +465,6 @@ def read_after(training: Training, batches: list[Batch]) -> None:
     training.finish()
 
 
-def own_backward_first(training: Training, batches: list[Batch]) -> None:
-    """A penalty with a backward of its own before the forward."""
-    for batch in training.each(batches):
-        backward(penalty(training, batches))
-        backward(training.loss(batch) / len(batches))
-    training.finish()
-
-
 def own_backward_last(training: Training, batches: list[Batch]) -> None:
     """A penalty with a backward of its own before the step, of which the norm is clipped."""
     training.backwards(batches)
@@ -523,37 +487,38 @@ def read_by_each_rank(training: Training, batches: list[Batch]) -> None:
     training.finish()
 
 
-def clip_norm(training: Training, batches: list[Batch]) -> None:
+def clip_norm(params: list[nn.Parameter]) -> None:
     """torch's own clipping of the norm, with and without foreach."""
-    training.backwards(batches)
-    assert float(whole(torch.nn.utils.clip_grad_norm_(training.params, 0.1))) > 0.1
-    torch.nn.utils.clip_grad_norm_(training.params, 0.05, foreach=False)
-    training.finish()
+    assert float(whole(torch.nn.utils.clip_grad_norm_(params, 0.1))) > 0.1
+    torch.nn.utils.clip_grad_norm_(params, 0.05, foreach=False)
 
 
-def clip_value(training: Training, batches: list[Batch]) -> None:
+def clip_value(params: list[nn.Parameter]) -> None:
     """torch's own clipping of values."""
-    training.backwards(batches)
-    torch.nn.utils.clip_grad_value_(training.params, 1e-3)
-    training.finish()
+    torch.nn.utils.clip_grad_value_(params, 1e-3)
 
 
-def scale_by_hand(training: Training, batches: list[Batch]) -> None:
+def scale_by_hand(params: list[nn.Parameter]) -> None:
     """Gradients scaled and shifted in place."""
-    training.backwards(batches)
-    for param in training.params:
-        assert param.grad is not None
+    for param in params:
         param.grad.mul_(0.5).add_(1e-3)
-    training.finish()
 
 
-def assign(training: Training, batches: list[Batch]) -> None:
+def assign(params: list[nn.Parameter]) -> None:
     """Another tensor as the gradient, and none for some parameters, which are not to be updated."""
-    training.backwards(batches)
-    for index, param in enumerate(training.params):
-        assert param.grad is not None
+    for index, param in enumerate(params):
         param.grad = None if index % 3 == 0 else torch.tanh(10 * param.grad) * 1e-2
-    training.finish()
+
+
+def before_step(do: Callable[[list[nn.Parameter]], None]) -> Loop:
+    """A loop that does something with the parameters, or their gradients, before each step."""
+
+    def loop(training: Training, batches: list[Batch]) -> None:
+        training.backwards(batches)
+        do(training.params)
+        training.finish()
+
+    return loop
 
 
 def one_graph_twice(training: Training, batches: list[Batch]) -> None:
@@ -563,13 +528,6 @@ def one_graph_twice(training: Training, batches: list[Batch]) -> None:
         errors = [mse_loss(out, y) for out, (_, _, y) in zip(outs, batch, strict=True)]
         backward(torch.stack(errors).mean(), retain_graph=True)
         backward(torch.stack([out.abs().mean() for out in outs]).mean())
-    training.finish()
-
-
-def two_forwards(training: Training, batches: list[Batch]) -> None:
-    """One backward of two forwards."""
-    for batch in batches:
-        backward(training.loss(batch) + training.loss(batch, scale=2.0))
     training.finish()
 
 
@@ -629,20 +587,6 @@ def scheduled(training: Training, batches: list[Batch]) -> None:
         training.kept["rate"] = schedulers.SequentialLR(training.optim, [warm, cosine], milestones=[2])
     plain(training, batches)
     training.kept["rate"].step()
-
-
-def scheduled_by_transformers(training: Training, batches: list[Batch]) -> None:
-    """The schedules of transformers, one for each step."""
-    from transformers import get_scheduler  # which takes seconds
-
-    if training.step == 0:
-        warm_up = {"num_warmup_steps": 1, "num_training_steps": 4}
-        training.kept["rates"] = [
-            get_scheduler(name, training.optim, **warm_up)
-            for name in ("linear", "cosine", "polynomial", "inverse_sqrt")
-        ]
-    plain(training, batches)
-    training.kept["rates"][training.step % 4].step()
 
 
 def scaled(training: Training, batches: list[Batch]) -> None:
@@ -742,16 +686,6 @@ def changed_between(training: Training, batches: list[Batch]) -> None:
             backward(training.loss(batch) / len(batches))
         with torch.no_grad():
             training.model.get_parameter("blocks.2.up.bias").add_(0.01)
-        frozen.requires_grad_(False)
-    frozen.requires_grad_(True)
-    training.finish()
-
-
-def frozen_between(training: Training, batches: list[Batch]) -> None:
-    """Frozen between backwards without `microbatch()`: what was there before counts."""
-    frozen = training.model.get_parameter("blocks.1.up.weight")
-    for batch in batches:
-        backward(training.loss(batch) / len(batches))
         frozen.requires_grad_(False)
     frozen.requires_grad_(True)
     training.finish()
@@ -866,15 +800,14 @@ def restarted(training: Training, batches: list[Batch]) -> None:
             training.optim.state[param]["exp_avg_sq"].zero_()
 
 
-Loop = Callable[[Training, list[Batch]], None]
-NAMED = (accumulated, synchronised, last_outside, read_before, read_after, own_backward_first, own_backward_last)
-NAMED += (read_by_each_rank, clip_norm, clip_value, scale_by_hand, assign, one_graph_twice, two_forwards)
-NAMED += (two_forwards_kept, closure, frozen_for_a_while, group_added, scheduled, scheduled_by_transformers, scaled)
-NAMED += (prefetched, called_as_function, evaluated, probed, frozen_before_backward, inferred, raised_in_forward)
-NAMED += (evaluated_in_part, changed_between, frozen_between, raised, given_up, skipped_then_penalised)
+NAMED: tuple[Loop, ...] = (accumulated, synchronised, last_outside, read_before, read_after, own_backward_last)
+NAMED += (read_by_each_rank, one_graph_twice, two_forwards_kept, closure, frozen_for_a_while, group_added, scheduled)
+NAMED += (scaled, prefetched, called_as_function, evaluated, probed, frozen_before_backward, inferred)
+NAMED += (raised_in_forward, evaluated_in_part, changed_between, raised, given_up, skipped_then_penalised)
 NAMED += (averaged_by_hand, penalised_whole, restarted)
 LOOPS: dict[str, Loop] = {each.__name__: each for each in (plain, *NAMED, reached_later, half_detached)}
-LONG = ("frozen_for_a_while", "group_added", "scheduled", "scheduled_by_transformers", "averaged_by_hand", "restarted")
+LOOPS |= {each.__name__: before_step(each) for each in (clip_norm, clip_value, scale_by_hand, assign)}
+LONG = ("frozen_for_a_while", "group_added", "scheduled", "averaged_by_hand", "restarted")
 
 
 def steps_of(loop: str) -> int:
@@ -929,14 +862,9 @@ def in_dzero(
         training = Training(sharded.model, AdamW(sharded, **OPTIONS), sharded)
         for training.step in range(steps_of(loop)):
             LOOPS[loop](training, batches_of(training.step, ranks, microbatches, own=rank))
-        training.optim.synchronize()  # type: ignore[attr-defined]
+        training.optim.synchronize()
         found[stage] = params_of(sharded)
     return found
-
-
-def params_of(sharded: Sharded) -> dict[str, Tensor]:
-    """Whole parameters by name, on every rank."""
-    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
 
 
 def sharded_of(model: str, stage: int, microbatches: int = 1, offload: Any = None, **zero: Any) -> Sharded:

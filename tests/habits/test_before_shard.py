@@ -103,12 +103,11 @@ class Marked(nn.Module):
         self.head.weight = self.embed.weight
         self.down.weight.requires_grad_(False)
         for name, param in self.named_parameters():
-            param.mark = name  # type: ignore[attr-defined]
+            param.mark = name
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
-        out: Tensor = self.head(x + self.scale * self.down(self.up(x).relu()))
-        return out
+        return self.head(x + self.scale * self.down(self.up(x).relu()))
 
 
 def marks(rank: int, ranks: int, stage: int, how: str, path: str) -> dict[str, str | None]:

@@ -30,8 +30,7 @@ class Head(nn.Module):
         self.linear = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class Net(nn.Module):
@@ -42,8 +41,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def blocks(model: Any, counter: Any) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from models_of_torch import HOST, OPTIONS, RATE, build, params_of, whole
+from models_of_torch import HOST, OPTIONS, RATE, build, whole
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from training_loops import unequal
+from training_loops import params_of, unequal
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, TorchOptimizer, ZeroConfig, make_mesh, shard
 
@@ -50,7 +50,7 @@ def edited(rank: int, ranks: int, rule: str, precision: dict[str, str], runs: li
             build("Net"),
             ZeroConfig(stage=stage),
             precision=PrecisionConfig(**precision),
-            offload=OffloadConfig(**tiers),  # type: ignore[arg-type]
+            offload=OffloadConfig(**tiers),
             mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1),
         )
         optim = RULES[rule](sharded)
@@ -130,8 +130,7 @@ class Partly(nn.Module):
         self.used, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
+        return self.used(x)
 
 
 def gradients_of_three(rank: int, ranks: int) -> list[list[float]]:

@@ -11,7 +11,7 @@ import pytest
 import small_decoders
 import torch
 import torch.distributed as dist
-from models_of_torch import HOST, LOOPS, OPTIONS, Training, batches_of, build, params_of, sharded_of, whole
+from models_of_torch import HOST, LOOPS, OPTIONS, Training, batches_of, build, sharded_of, whole
 from pool import Pool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import distribute_tensor
-from training_loops import backward, sharded_net, train
+from training_loops import backward, params_of, sharded_net, train
 
 from dzero import AdamW, Muon, OffloadConfig, Sharded, TorchOptimizer, shard
 
@@ -68,7 +68,7 @@ def regroup(model: nn.Module, optim: Any, edit: str, own: int | None) -> dict[st
     for step in range(5):
         model.zero_grad()
         (batch,) = batches_of(step, 2, 1, own=own, together=own is None)
-        Training(model, optim).loss(batch).backward()  # type: ignore[no-untyped-call]
+        Training(model, optim).loss(batch).backward()
         EDITS[edit](optim, model, step)
         if own is None:
             norms.append(nn.utils.clip_grad_norm_([p for g in optim.param_groups for p in g["params"]], CLIP))
@@ -168,7 +168,7 @@ def loaded(rank: int, ranks: int) -> tuple[bool, list[str], bool]:
     train(sharded, adamw, steps=1)
     full = get_optimizer_state_dict(sharded.model, adamw, options=StateDictOptions(full_state_dict=True))
     param = next(iter(sharded.named_params()))
-    return stays, seen, bool(full["state"][param]["remainder"].any())  # type: ignore[index, call-overload]
+    return stays, seen, bool(full["state"][param]["remainder"].any())
 
 
 def test_states_are_loaded_with_hooks_beside_what_was_taken_out_and_full_ones_have_remainders(pool: Pool) -> None:
@@ -180,7 +180,7 @@ def of_torch(rank: int, ranks: int, saved: dict[str, Any], weights: dict[str, to
     sharded = sharded_of("Net", 3, offload=HOST)
     optim = TorchOptimizer(sharded, torch.optim.SGD, **SGD)
     sharded.model.load_state_dict({  # shards of this rank
-        name: distribute_tensor(weights[name], param.device_mesh, param.placements)  # type: ignore[attr-defined]
+        name: distribute_tensor(weights[name], param.device_mesh, param.placements)
         for name, param in sharded.named_params().items()
     })  # fmt: skip
     optim.load_state_dict(saved)
@@ -271,7 +271,7 @@ def test_fp16_gradients_are_clipped_by_torch_once_they_are_unscaled(pool: Pool, 
     assert told == other
     model = small_decoders.build("even")
     (of_step,) = small_decoders.batches("even", steps=1, ranks=2, microbatches=1)
-    torch.stack([small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]).mean().backward()  # type: ignore[no-untyped-call]
+    torch.stack([small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]).mean().backward()
     norm = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     assert told["norm"] == pytest.approx(norm, rel=1e-2)
     assert told["left"] == pytest.approx(0.1, rel=1e-3)

@@ -205,8 +205,7 @@ def classified(rank: int, ranks: int, folder: Path) -> Tensor:
         optim.zero_grad()
     dzero.save_pretrained(sharded, folder)
     with torch.no_grad():
-        logits: Tensor = sharded.model(input_ids=words).logits
-    return logits
+        return sharded.model(input_ids=words).logits
 
 
 def test_the_head_of_a_classifier_is_in_its_adapter(pool: Pool, tmp_path: Path) -> None:

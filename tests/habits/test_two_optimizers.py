@@ -57,14 +57,12 @@ class Judged(nn.Module):
 
 def of_judge(model: nn.Module, noise: Tensor) -> Tensor:
     """What the judge is trained on."""
-    loss: Tensor = model(noise, real=True)
-    return loss
+    return model(noise, real=True)
 
 
 def of_generator(model: nn.Module, noise: Tensor) -> Tensor:
     """What the generator is trained on; it leaves gradients in the judge as well."""
-    loss: Tensor = model(noise, real=False)
-    return loss
+    return model(noise, real=False)
 
 
 UNITS: dict[str, Callable[[nn.Module], bool]] = {
@@ -98,7 +96,7 @@ def train(
             for index in range(microbatches):
                 noise = torch.randn(2, 3, 4, generator=draws)[mine]
                 with around(index == microbatches - 1):
-                    (torch.stack([loss(model, each) for each in noise]).mean() / microbatches).backward()  # type: ignore[no-untyped-call]
+                    (torch.stack([loss(model, each) for each in noise]).mean() / microbatches).backward()
             for number in stepping:
                 optims[number].step()
             for number in stepping if loop == "kept" else ():
@@ -201,7 +199,7 @@ def refused_beside_another(rank: int, ranks: int, folder: Path) -> list[str]:
         told.append(str(raised.value))
     del generator, late
     gc.collect()
-    AdamW(sharded, sharded.model.generator.parameters())  # type: ignore[union-attr]
+    AdamW(sharded, sharded.model.generator.parameters())
     return told
 
 

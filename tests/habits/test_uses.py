@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from many_cells import STAGES, of_all, of_cells
-from models_of_torch import HOST, LOOPS, OPTIONS, Net, Training, batches_of, build, params_of, sharded_of, whole
+from models_of_torch import HOST, LOOPS, OPTIONS, Net, Training, batches_of, build, sharded_of, whole
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel
-from training_loops import snapshot, unequal
+from training_loops import params_of, snapshot, unequal
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard, take_mesh
 
@@ -54,8 +54,7 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = 2 * dist.get_rank()
-        out: Tensor = x + self.experts[first](x) + self.experts[first + 1](x)
-        return out
+        return x + self.experts[first](x) + self.experts[first + 1](x)
 
 
 def model_of(stage: int) -> Sharded:
@@ -88,57 +87,42 @@ def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool) -> No
         assert re.search(r"rank 1: gradients of all parameters but 1\.experts\.0\.weight", told)
 
 
-class Writes(nn.Module):
-    """A unit that takes its input from a dict or list and writes into that, or returns a new one."""
+class Keeps(nn.Module):
+    """A unit that takes its input from a dict or list, writes its output into that, and returns nothing."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.how, self.linear = how, nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8)
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, given: Any) -> None:
         key = "x" if isinstance(given, dict) else 0
-        if self.how == "new":
-            return {"x": self.linear(given[key])}
         given[key] = self.linear(given[key])
-        return given if self.how == "returned" else None
 
 
 class Passes(nn.Module):
-    """Units that hand on what is in one container. `how`: as of `Writes`, in a dict or a list."""
+    """Units that hand on what is in one container."""
 
-    def __init__(self, how: str, kind: type) -> None:
+    def __init__(self, kind: type) -> None:
         super().__init__()
-        self.kind, self.units = kind, nn.ModuleList(Writes(how) for _ in range(3))
+        self.kind, self.units = kind, nn.ModuleList(Keeps() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         given: Any = {"x": x} if self.kind is dict else [x]
         for unit in self.units:
-            returned = unit(given)
-            given = given if returned is None else returned
-        out: Tensor = given["x" if self.kind is dict else 0]
-        return out
+            unit(given)
+        return given["x" if self.kind is dict else 0]
 
 
-def passed_on(rank: int, ranks: int, stage: int, how: str, kind: type, compiled: bool = False) -> float | str:
-    """How far gradients are from plain torch's, or what is told."""
-    torch.manual_seed(0)
-    model, x = Passes(how, kind), torch.ones(2, 8)
-    plain = copy.deepcopy(model)
-    plain(x).square().sum().backward()
-    sharded = shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=make_mesh("cpu"))
+def kept(rank: int, ranks: int, stage: int, kind: type, compiled: bool) -> str:
+    model = shard(Passes(kind), stage, precision="fp32").model
     for unit in model.units if compiled else ():
         unit.compile(backend="eager")
-    if told := said_by(lambda: sharded.model(x).square().sum().backward()):
-        return told
-    pairs = zip(sharded.model.parameters(), plain.parameters(), strict=True)
-    return max(float((whole(one.grad) - param.grad).abs().max()) for one, param in pairs)  # type: ignore[arg-type, operator]
+    return said_by(lambda: model(torch.ones(2, 8)).square().sum().backward())
 
 
-def test_a_unit_that_writes_into_its_arguments_returns_them_or_is_refused(pool: Pool) -> None:
-    right = [(stage, *how) for stage in (1, 3) for how in (("returned", dict), ("returned", list), ("new", dict))]
-    assert of_cells(pool, 1, passed_on, right) == [[0.0]] * len(right)
-    for stage, kind, compiled in ((1, dict, False), (3, list, False), (2, dict, True)):
-        ((told,),) = of_cells(pool, 1, passed_on, [(stage, "kept", kind, compiled)])
+def test_a_unit_that_writes_into_its_arguments_and_keeps_them_is_refused(pool: Pool) -> None:
+    cells = [(1, dict, False), (3, list, False), (2, dict, True), (2, list, True)]
+    for (_, kind, _), (told,) in zip(cells, of_cells(pool, 1, kept, cells), strict=True):
         assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
 
 
@@ -186,7 +170,7 @@ def refused_at_once(rank: int, ranks: int) -> None:
 
     plain, optim = build("Net"), AdamW(sharded_of("Net", 3))
     for options, params in (({"amsgrad": True}, [*plain.parameters()]), ({}, [*plain.parameters()][::-1])):
-        theirs = torch.optim.AdamW(params, **options)  # type: ignore[arg-type]
+        theirs = torch.optim.AdamW(params, **options)
         plain(torch.ones(2, 4)).sum().backward()
         theirs.step()
         with pytest.raises(ValueError, match=r"the state dict of torch\.optim has"):
@@ -281,7 +265,7 @@ def changed_under_a_graph(rank: int, ranks: int, stage: int, how: str) -> str:
 
 def test_a_backward_over_parameters_that_have_changed_is_refused_as_in_torch(pool: Pool) -> None:
     for how, unit in (("step", "root"), ("edit", "blocks.1")):
-        for told in of_all(pool, 2, changed_under_a_graph, [(stage, how) for stage in range(4)]):
+        for told in of_all(pool, 2, changed_under_a_graph, [(stage, how) for stage in (0, 2, 3)]):
             assert told.startswith(f"unit {unit}: its parameters were changed after the forward")
 
 
@@ -292,8 +276,8 @@ def penalised(rank: int, ranks: int, stage: int) -> Tensor | str:
     out = sharded.model(x).square().sum()
     if told := said_by(lambda: grads.extend(torch.autograd.grad(out, x, create_graph=True))):
         return told
-    grads[0].square().sum().backward()  # type: ignore[no-untyped-call]
-    return whole(sharded.named_params()["head.weight"].grad)  # type: ignore[arg-type]
+    grads[0].square().sum().backward()
+    return whole(sharded.named_params()["head.weight"].grad)
 
 
 def test_a_gradient_penalty_works_where_nothing_is_gathered_and_is_refused_elsewhere(pool: Pool) -> None:
@@ -357,7 +341,7 @@ def data_set(rank: int, ranks: int, stage: int, offload: dict[str, str], how: st
 
 def test_setting_data_of_a_parameter_is_refused(pool: Pool) -> None:
     """It would be ignored, and the model would go on with its old values."""
-    cells = [(*each, how) for each, how in product(TIERS, ("data", "vector"))]
+    cells = [(*each, ("data", "vector")[index % 2]) for index, each in enumerate([*TIERS, TIERS[-1]])]
     for told in chain(*of_all(pool, 2, data_set, cells)):
         assert ".data was set to another tensor" in told
 
@@ -449,8 +433,7 @@ class Widening(Net):
         x = self.embed(x).float()
         for block in self.blocks:
             x = block(x).float() + x
-        out: Tensor = self.head(x.bfloat16())
-        return out
+        return self.head(x.bfloat16())
 
 
 def widened(rank: int, ranks: int, stage: int) -> tuple[Tensor, list[torch.dtype]]:
@@ -676,7 +659,7 @@ def test_a_model_without_optimizer_computes_with_what_was_written_into_it(pool: 
     """A target network or a teacher, which no optimizer of ours watches."""
     model, follower = build("Net"), build("Net")
     expected = follow(model, follower, torch.optim.AdamW(model.parameters(), **OPTIONS))
-    cells = [(0, False), (1, True), (2, False), (3, False), (3, True)]
+    cells = [(0, False), (1, True), (2, False), (3, True)]
     for losses in of_all(pool, 2, followed, cells):
         assert losses == pytest.approx(expected, rel=1e-5)
     assert len({round(loss, 3) for loss in expected}) == 3
@@ -717,7 +700,7 @@ def passed_over(rank: int, ranks: int, how: str, host: bool) -> str:
         if how == "states cleared":
             optim.state.clear()
         elif how == "states replaced":
-            optim.state = {}  # type: ignore[assignment]
+            optim.state = {}
         elif how == "a state replaced":
             optim.state[weight]["exp_avg"] = torch.zeros(2, 8)
         elif how == "data of a gradient":
@@ -821,8 +804,7 @@ class Words(nn.Module):
         self.embed.sparse = how != "set to dense"
 
     def forward(self, words: Tensor) -> Tensor:
-        out: Tensor = self.head(self.embed(words))
-        return out
+        return self.head(self.embed(words))
 
 
 def sparse(rank: int, ranks: int, stage: int, how: str) -> float | str:
@@ -837,7 +819,7 @@ def sparse(rank: int, ranks: int, stage: int, how: str) -> float | str:
         return str(error)
     sharded.model(words).square().sum().backward()
     head = sharded.named_params().get("head.weight", sharded.model.embed.weight)
-    return float((whole(head.grad) - plain.head.weight.grad).abs().max())  # type: ignore[arg-type, operator]
+    return float((whole(head.grad) - plain.head.weight.grad).abs().max())
 
 
 def test_an_embedding_with_sparse_gradients_is_refused_but_where_its_gradient_is_dense_or_none(pool: Pool) -> None:

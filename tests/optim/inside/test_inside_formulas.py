@@ -125,7 +125,7 @@ def test_a_schedule_drives_torchs_own_scheduler() -> None:
 )
 def test_schedule_settings_without_effect_are_errors(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ScheduleConfig(**settings)  # type: ignore[arg-type]
+        ScheduleConfig(**settings)
 
 
 def test_warm_up_and_decay_must_fit_the_run() -> None:
