@@ -259,7 +259,6 @@ def unscaled(rank: int, ranks: int, offload: dict[str, str]) -> dict[str, Any]:
         told["norm"] = float(whole(nn.utils.clip_grad_norm_(params, 0.1)))
         optim.step()
         decision = optim.last_decision
-        assert decision is not None
         told |= {"left": decision.norm, "factor": decision.factor, "next": optim.grad_scale}
     return told
 

@@ -16,53 +16,43 @@ from pool import Pool
 from torch import Tensor
 from training_loops import params_of, snapshot, unequal
 
-from dzero import (
-    AdamW,
-    CheckpointConfig,
-    Checkpointer,
-    OffloadConfig,
-    PrecisionConfig,
-    Sharded,
-    TorchOptimizer,
-    make_mesh,
-    shard,
-)
+import dzero
 
 RULES: dict[str, Any] = {
-    "adamw": AdamW,
-    "torch's SGD": lambda sharded: TorchOptimizer(sharded, torch.optim.SGD, lr=1e-3),
+    "adamw": dzero.AdamW,
+    "torch's SGD": lambda sharded: dzero.TorchOptimizer(sharded, torch.optim.SGD, lr=1e-3),
 }
 
 
-def small(*, stage: int = 3, seed: int = 0, offload: OffloadConfig | None = None, **precision: Any) -> Sharded:
+def small(*, stage: int = 3, seed: int = 0, offload: dzero.OffloadConfig | None = None, **kinds: Any) -> dzero.Sharded:
     """A small net over all ranks, in bf16 unless said otherwise."""
     torch.manual_seed(seed)
-    mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
-    return shard(Net(), stage, mesh=mesh, precision=PrecisionConfig(**precision), offload=offload)
+    mesh = dzero.make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
+    return dzero.shard(Net(), stage, mesh=mesh, precision=dzero.PrecisionConfig(**kinds), offload=offload)
 
 
-def train(sharded: Sharded, optim: Any, *, steps: int) -> None:
+def train(sharded: dzero.Sharded, optim: Any, *, steps: int) -> None:
     for step in range(steps):
         drawn = torch.Generator().manual_seed(10 * step + dist.get_rank())
         sharded.model(torch.randn(3, 4, generator=drawn)).float().square().mean().backward()
         optim.step()
 
 
-def masters(sharded: Sharded, optim: Any) -> dict[str, Tensor]:
+def masters(sharded: dzero.Sharded, optim: Any) -> dict[str, Tensor]:
     """Whole fp32 masters by name, as the state dict has them on any tier, also before the first update."""
     names = {param: name for name, param in sharded.named_params().items()}
     params, states = [p for group in optim.param_groups for p in group["params"]], optim.state_dict()["state"]
     return {f"{names[p]} master": master_of(p, states[at]).cpu().flatten().clone() for at, p in enumerate(params)}
 
 
-def everything(sharded: Sharded, optim: Any) -> dict[str, Tensor]:
+def everything(sharded: dzero.Sharded, optim: Any) -> dict[str, Tensor]:
     optim.synchronize()
     states = {name: value.cpu().clone() for name, value in snapshot(sharded, optim).items()}
     return {**params_of(sharded), **states, **masters(sharded, optim)}
 
 
-def tiers_of(name: str) -> OffloadConfig:
-    return OffloadConfig(**TIERS[name])
+def tiers_of(name: str) -> dzero.OffloadConfig:
+    return dzero.OffloadConfig(**TIERS[name])
 
 
 ON_DISK = dict.fromkeys(("grad", "master", "moments"), "disk")
@@ -155,7 +145,7 @@ def grown(rank: int, ranks: int) -> list[list[str]]:
     for tiers in ("device", "host", "disk"):
         sharded = small(stage=3, offload=tiers_of(tiers))
         params = [*sharded.named_params().values()]
-        optim = AdamW(sharded, params[::2])
+        optim = dzero.AdamW(sharded, params[::2])
         train(sharded, optim, steps=1)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -173,19 +163,19 @@ def saved_after_an_edit(rank: int, ranks: int, folder: Path) -> list[list[str]]:
     """Names of parameters whose masters, as a checkpoint has them, are not what was written into them."""
     different = []
     for tiers in ("device", "host", "disk"):
-        config = CheckpointConfig(folder=str(folder / tiers))
+        config = dzero.CheckpointConfig(folder=str(folder / tiers))
         sharded = small(stage=3, offload=tiers_of(tiers))
-        optim = AdamW(sharded)
+        optim = dzero.AdamW(sharded)
         train(sharded, optim, steps=1)
         with torch.no_grad():
             for param in sharded.model.parameters():
                 param.mul_(0.5)
-        with Checkpointer(config, sharded, optim) as checkpoints:
+        with dzero.Checkpointer(config, sharded, optim) as checkpoints:
             checkpoints.save(1, {})
             checkpoints.finish()
         other = small(stage=3, seed=1)
-        loaded = AdamW(other)
-        with Checkpointer(config, other, loaded) as checkpoints:
+        loaded = dzero.AdamW(other)
+        with dzero.Checkpointer(config, other, loaded) as checkpoints:
             assert checkpoints.resume("auto") is not None
         saved = {name: master.bfloat16() for name, master in masters(other, loaded).items()}
         written = {f"{name} master": value.cpu().flatten() for name, value in params_of(sharded).items()}
@@ -213,11 +203,11 @@ def given_wrong_settings(rank: int, ranks: int) -> list[str]:
     for settings in WRONG:
         for args, more in (((), settings), (([{"params": [*sharded.model.parameters()], **settings}],), {})):
             with pytest.raises(ValueError, match="pass") as raised:
-                AdamW(sharded, *args, **more)
+                dzero.AdamW(sharded, *args, **more)
             told.append(str(raised.value))
             del raised
             gc.collect()
-    train(sharded, AdamW(sharded), steps=1)
+    train(sharded, dzero.AdamW(sharded), steps=1)
     return told
 
 
@@ -250,8 +240,8 @@ def with_replaced_lists(rank: int, ranks: int) -> list[str]:
     """What accelerate's `prepare(model, optim)` does with FSDP2: it replaces the lists of parameters of all groups."""
     told = []
     for params in (lambda own: own, lambda own: own[::-1], lambda own: [own[0]] * len(own), lambda own: own[:-1]):
-        sharded = small(stage=3, offload=OffloadConfig(param="host", master="host"))
-        optim = AdamW(sharded, lr=1e-2)
+        sharded = small(stage=3, offload=dzero.OffloadConfig(param="host", master="host"))
+        optim = dzero.AdamW(sharded, lr=1e-2)
         before = params_of(sharded)
         optim.param_groups[0]["params"] = [*params(optim.param_groups[0]["params"])]
         try:

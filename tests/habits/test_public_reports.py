@@ -96,7 +96,6 @@ def resumed(rank: int, ranks: int, folder: Path, by: str, stage: int) -> tuple[l
         with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
             if first and by == "checkpointer":
                 resumed = checkpoints.resume("auto")
-                assert resumed is not None
                 schedule.load_state_dict(resumed.extra["schedule"])
             elif first:
                 model_state, optim_state = get_state_dict(sharded.model, optim)

@@ -21,18 +21,7 @@ from models_of_torch import HOST, OPTIONS, whole
 from pool import Pool
 from torch import Tensor, nn
 
-from dzero import (
-    AdamW,
-    CheckpointConfig,
-    Checkpointer,
-    OffloadConfig,
-    PrecisionConfig,
-    Sharded,
-    TorchOptimizer,
-    ZeroConfig,
-    make_mesh,
-    shard,
-)
+import dzero
 
 WIDTH, STEPS, MAX_NORM = 8, 3, 0.05
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
@@ -128,22 +117,24 @@ def in_dzero(rank: int, ranks: int, stage: int, units: str, loop: str, microbatc
     return train(sharded.model, optims, loop, microbatches, slice(rank, rank + 1), sharded.microbatch)
 
 
-def sharded_judged(stage: int, units: str = "a unit each", microbatches: int = 1, **options: Any) -> Sharded:
+def sharded_judged(stage: int, units: str = "a unit each", microbatches: int = 1, **options: Any) -> dzero.Sharded:
     """The model, cut over all ranks."""
     torch.manual_seed(0)
-    mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
-    options = {"precision": PrecisionConfig(param="fp32"), **options}
-    return shard(Judged(), ZeroConfig(stage=stage, units=UNITS[units]), mesh=mesh, microbatches=microbatches, **options)
+    mesh = dzero.make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
+    options = {"precision": dzero.PrecisionConfig(param="fp32"), **options}
+    return dzero.shard(
+        Judged(), dzero.ZeroConfig(stage=stage, units=UNITS[units]), mesh=mesh, microbatches=microbatches, **options
+    )
 
 
-def optimizers_of(sharded: Sharded) -> tuple[AdamW, TorchOptimizer]:
+def optimizers_of(sharded: dzero.Sharded) -> tuple[dzero.AdamW, dzero.TorchOptimizer]:
     """The generator's and the judge's."""
     generator, judge = sharded.model.generator, sharded.model.judge
     assert isinstance(generator, nn.Module)
     assert isinstance(judge, nn.Module)
     return (
-        AdamW(sharded, generator.parameters(), max_norm=MAX_NORM, **OPTIONS),
-        TorchOptimizer(sharded, torch.optim.SGD, judge.parameters(), max_norm=MAX_NORM, **MOMENTUM),
+        dzero.AdamW(sharded, generator.parameters(), max_norm=MAX_NORM, **OPTIONS),
+        dzero.TorchOptimizer(sharded, torch.optim.SGD, judge.parameters(), max_norm=MAX_NORM, **MOMENTUM),
     )
 
 
@@ -180,26 +171,29 @@ def refused_beside_another(rank: int, ranks: int, folder: Path) -> list[str]:
     sharded = sharded_judged(2)
     generator, judge = optimizers_of(sharded)
     with pytest.raises(RuntimeError) as raised:
-        AdamW(sharded)
+        dzero.AdamW(sharded)
     told.append(str(raised.value))
     with pytest.raises(RuntimeError) as raised:
         judge.add_param_group({"params": generator.param_groups[0]["params"][:1]})
     told.append(str(raised.value))
     assert len(judge.param_groups) == 1
-    config = CheckpointConfig(folder=str(folder), every=1)
+    config = dzero.CheckpointConfig(folder=str(folder), every=1)
     others = r"judge\.\d\.(weight|bias): another optimizer updates it"
-    with Checkpointer(replace(config, every=None), sharded, generator) as late, pytest.raises(ValueError, match=others):
+    with (
+        dzero.Checkpointer(replace(config, every=None), sharded, generator) as late,
+        pytest.raises(ValueError, match=others),
+    ):
         late.save(1, {})
     with pytest.raises(ValueError, match=others):
-        Checkpointer(config, sharded, generator)
-    half = PrecisionConfig(param="fp16")
-    for options in ({"offload": OffloadConfig(**HOST)}, {"precision": half}):
+        dzero.Checkpointer(config, sharded, generator)
+    half = dzero.PrecisionConfig(param="fp16")
+    for options in ({"offload": dzero.OffloadConfig(**HOST)}, {"precision": half}):
         with pytest.raises(RuntimeError) as raised:
             optimizers_of(sharded_judged(2, **options))
         told.append(str(raised.value))
     del generator, late
     gc.collect()
-    AdamW(sharded, sharded.model.generator.parameters())
+    dzero.AdamW(sharded, sharded.model.generator.parameters())
     return told
 
 

@@ -490,7 +490,6 @@ def assigned_parts(rank: int, ranks: int) -> list[str]:
         for of_parameter in (False, True):
             sharded.model(torch.full((2, 4), float(rank))).sum().backward()
             for param in sharded.model.parameters():
-                assert param.grad is not None
                 param.grad = param.detach() * 0.1 if of_parameter else param.grad * 0.5
             optim.step()
         optim.synchronize()

@@ -221,7 +221,6 @@ def grads_of_losses(model: nn.Module, optim: Any, *, made_whole: bool = False) -
         weight = model.get_parameter("0.weight")
         penalty = loss(weight, weight.detach() * 0.5)
         (model(torch.ones(2, 6)).sum() + (whole(penalty) if made_whole else penalty)).backward()
-        assert weight.grad is not None
         found[name] = whole(weight.grad).clone()
     return found
 

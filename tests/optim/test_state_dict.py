@@ -83,7 +83,7 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("rule", "kwargs", "helpers"), [(*cell, helpers) for helpers in (True, False) for cell in CELLS]
 )

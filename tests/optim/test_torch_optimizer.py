@@ -22,7 +22,7 @@ RULES: dict[str, dict[str, Any]] = {
     "RMSprop": {"lr": 1e-3},
     "NAdam": {"lr": 1e-3},
 }
-STEPS = 3
+STEPS = 2
 
 
 def run(rank: int, ranks: int, name: str, precision: str, stage: int) -> dict[str, Any]:

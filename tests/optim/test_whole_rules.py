@@ -19,20 +19,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from training_loops import params_of, sharded_net, train, unequal
 
-from dzero import (
-    CheckpointConfig,
-    Checkpointer,
-    Muon,
-    MuonConfig,
-    OffloadConfig,
-    ParallelConfig,
-    Sharded,
-    TorchOptimizer,
-    ZeroConfig,
-    make_mesh,
-    parallelize,
-    shard,
-)
+import dzero
 from dzero.testing import by_phase, local
 
 STEPS = 3
@@ -52,9 +39,9 @@ RULES = {
 }
 
 
-def optimizer(sharded: Any, name: str, **settings: Any) -> TorchOptimizer:
+def optimizer(sharded: Any, name: str, **settings: Any) -> dzero.TorchOptimizer:
     rule = RULES[name]
-    return TorchOptimizer(sharded, rule.kind, elementwise=False, **rule.options, **settings)
+    return dzero.TorchOptimizer(sharded, rule.kind, elementwise=False, **rule.options, **settings)
 
 
 def at_stages(rank: int, ranks: int, name: str, cells: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
@@ -110,11 +97,11 @@ def test_replicas_of_hybrid_sharding_stay_replicas(pool: Pool) -> None:
 
 
 HOST = {
-    "all": OffloadConfig(grad="host", master="host", moments="host"),
-    "within the step": OffloadConfig(master="host", moments="host", overlap="step"),
-    "gradients": OffloadConfig(grad="host"),
-    "half": OffloadConfig(grad="host", master="host", moments="host", master_fraction=0.5, moments_fraction=0.5),
-    "parameters too": OffloadConfig(param="host", grad="host", master="host", moments="host"),
+    "all": dzero.OffloadConfig(grad="host", master="host", moments="host"),
+    "within the step": dzero.OffloadConfig(master="host", moments="host", overlap="step"),
+    "gradients": dzero.OffloadConfig(grad="host"),
+    "half": dzero.OffloadConfig(grad="host", master="host", moments="host", master_fraction=0.5, moments_fraction=0.5),
+    "parameters too": dzero.OffloadConfig(param="host", grad="host", master="host", moments="host"),
 }
 
 
@@ -129,11 +116,9 @@ def on_the_host(rank: int, ranks: int, name: str, cells: list[tuple[int, str, st
             losses = train(sharded, optim, "uneven", steps=2)
             optim.synchronize()
             ends.append({"losses": torch.tensor(losses), **params_of(sharded)})
-            for param_name, param in sharded.named_params().items():
-                kept = {
-                    key: value for key, value in optim.state.get(param, {}).items() if isinstance(value, torch.Tensor)
-                }
-                ends[-1] |= {f"{param_name} {key}": local(value).clone() for key, value in kept.items()}
+            for owner, value in sharded.named_params().items():
+                kept = {key: each for key, each in optim.state.get(value, {}).items() if isinstance(each, torch.Tensor)}
+                ends[-1] |= {f"{owner} {key}": local(each).clone() for key, each in kept.items()}
             sent, due = by_phase(sharded.ledger.take())["update"], by_phase(optim.traffic)["update"]
             if (sent.calls, sent.sent_bytes) != (2 * due.calls, 2 * due.sent_bytes):
                 wrong.append(f"{where}: {sent} for twice {due}")
@@ -180,19 +165,23 @@ class Parallel:
     offload: str = "device"
 
 
-def sharded_cut(run: Parallel) -> Sharded:
+def sharded_cut(run: Parallel) -> dzero.Sharded:
     torch.manual_seed(0)
-    mesh = make_mesh("cpu", replicate=run.dp if run.stage == 0 else 1, tp=run.tp)
+    mesh = dzero.make_mesh("cpu", replicate=run.dp if run.stage == 0 else 1, tp=run.tp)
     plan: dict[str, Any] = {"layers.*.0": ColwiseParallel(), "layers.*.1": RowwiseParallel()}
-    model = parallelize(Cut(), mesh, ParallelConfig(tensor_plan=plan, replicated=["embed.*"])) if run.tp > 1 else Cut()
-    tiers = OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload)
-    return shard(model, ZeroConfig(stage=run.stage), precision="fp32", offload=tiers, mesh=mesh)
+    model = (
+        dzero.parallelize(Cut(), mesh, dzero.ParallelConfig(tensor_plan=plan, replicated=["embed.*"]))
+        if run.tp > 1
+        else Cut()
+    )
+    tiers = dzero.OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload)
+    return dzero.shard(model, dzero.ZeroConfig(stage=run.stage), precision="fp32", offload=tiers, mesh=mesh)
 
 
-def matrix_rule(sharded: Sharded, rule: str) -> Any:
+def matrix_rule(sharded: dzero.Sharded, rule: str) -> Any:
     if rule == "muon":
-        return Muon(sharded, muon=MuonConfig(lr=0.02, compute="fp32"), lr=1e-3, max_norm=0.5)
-    return TorchOptimizer(sharded, torch.optim.Adafactor, lr=1e-2, max_norm=0.5)
+        return dzero.Muon(sharded, muon=dzero.MuonConfig(lr=0.02, compute="fp32"), lr=1e-3, max_norm=0.5)
+    return dzero.TorchOptimizer(sharded, torch.optim.Adafactor, lr=1e-2, max_norm=0.5)
 
 
 def trained(rank: int, ranks: int, run: Parallel, rule: str, folder: str = "", first: int = 0, last: int = 3) -> Any:
@@ -202,7 +191,7 @@ def trained(rank: int, ranks: int, run: Parallel, rule: str, folder: str = "", f
     """
     sharded = sharded_cut(run)
     optim = matrix_rule(sharded, rule)
-    checkpoints = Checkpointer(CheckpointConfig(folder=folder), sharded, optim) if folder else None
+    checkpoints = dzero.Checkpointer(dzero.CheckpointConfig(folder=folder), sharded, optim) if folder else None
     if checkpoints is not None and first:
         checkpoints.resume("auto")
     for step in range(first, last):
@@ -259,7 +248,7 @@ def fused(rank: int, ranks: int, rule: str) -> str:
 
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    sharded = shard(parallelize(model, make_mesh("cpu", tp=2)), ZeroConfig(stage=1))
+    sharded = dzero.shard(dzero.parallelize(model, dzero.make_mesh("cpu", tp=2)), dzero.ZeroConfig(stage=1))
     with pytest.raises(ValueError, match="cut in several places") as error:
         matrix_rule(sharded, rule)
     return str(error.value)
