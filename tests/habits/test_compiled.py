@@ -122,7 +122,7 @@ BLOCKS = "tests/habits/test_compiled.py::test_blocks_in_one_graph_each_are_those
 @pytest.mark.parametrize(("way", "first"), WAYS)
 def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool, way: Callable[[Any, Any], Any], first: bool) -> None:
     """Compiled before `shard`, or after it."""
-    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32[:2]):
+    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32[:1]):
         for graphs, operations, losses in others:
             assert [graphs, operations] == of_fsdp2[:2]
             assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)

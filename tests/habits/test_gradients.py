@@ -43,7 +43,7 @@ Run = tuple[int, dict[str, str], str]
 
 
 def edited(rank: int, ranks: int, rule: str, precision: dict[str, str], runs: list[Run]) -> list[dict[str, Tensor]]:
-    """Of each run: the parameters two steps after all of them were clamped to `LIMIT`."""
+    """Of each run: the parameters a step after all of them were clamped to `LIMIT`."""
     found = []
     for stage, tiers, edit in runs:
         sharded = shard(
@@ -54,7 +54,7 @@ def edited(rank: int, ranks: int, rule: str, precision: dict[str, str], runs: li
             mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1),
         )
         optim = RULES[rule](sharded)
-        for step in range(3):
+        for step in range(2):
             if step == 1:
                 with torch.no_grad():
                     for param in sharded.model.parameters():
@@ -69,8 +69,8 @@ def edited(rank: int, ranks: int, rule: str, precision: dict[str, str], runs: li
 
 
 def check_stays(params: dict[str, Tensor]) -> None:
-    """Two steps move an element by at most `RATE` each, and by its decay."""
-    assert max(value.abs().max().item() for value in params.values()) <= LIMIT + 3 * RATE
+    """A step moves an element by at most `RATE`, and by its decay."""
+    assert max(value.abs().max().item() for value in params.values()) <= LIMIT + 2 * RATE
 
 
 @pytest.mark.product(keep=1)
@@ -97,10 +97,10 @@ def test_parameters_edited_between_steps_stay_edited(pool: Pool, rule: str, prec
 @pytest.mark.parametrize(
     ("rule", "precision", "tiers"),
     [
-        ("adamw", {"master": "fp32"}, [HOST, {**HOST, "overlap": "forward"}, ALL, DISK]),
+        ("adamw", {"master": "fp32"}, [HOST, ALL, DISK]),
         ("adamw", {"master": "remainder"}, [HOST, {**ALL, "overlap": "forward"}]),
         ("adamw", {"param": "fp32"}, [HOST, ALL, {**DISK, "param": "disk"}]),
-        ("adamw", {"master": "fp32"}, [{**HOST, "overlap": "backward"}]),
+        ("adamw", {"master": "fp32"}, [{**HOST, "overlap": "backward"}, {**HOST, "overlap": "forward"}]),
         ("torch's AdamW", {"master": "fp32"}, [HOST]),
         ("torch's AdamW", {"param": "fp32"}, [ALL]),
     ],

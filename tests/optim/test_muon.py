@@ -8,7 +8,6 @@ otherwise in every step, up to 0.044.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +55,7 @@ class Run:
 
 
 RUNS = [
+    Run("uneven", 2, "fp32", 1),
     Run("uneven", 2, "fp32", 2),
     Run("even", 1, "fp32", 1),
     Run("even", 2, "bf16", 2),
@@ -168,6 +168,7 @@ def test_other_dtypes_have_the_same_bits_whether_or_not_anything_is_sharded(pool
     assert all(unequal(each, found[0]) == [] for each in found)
 
 
+@pytest.mark.full("tests/optim/test_muon.py::test_stages_have_the_same_bits_and_follow_the_oracle")
 def test_copies_of_hybrid_sharding_stay_copies(pool: Pool) -> None:
     """Stages 2 and 3 of two copies of two shards each, put together from each rank's copy."""
     found = of_all(pool, 4, of_kind, [({"stage": stage, "replicate": 2, "param": "fp32"},) for stage in (2, 3)])
@@ -204,41 +205,6 @@ def test_matrices_move_as_torch_muon_moves_them(pool: Pool) -> None:
     ]
     for off, moved_least in of_all(pool, 1, beside_torch, settings):
         assert off < 0.01 * moved_least
-
-
-def skip(rank: int, ranks: int, stage: int) -> tuple[str, ...]:
-    """One good step, one with a gradient of infinity on rank 1, one good step."""
-    sharded = sharded_net("even", stage=stage)
-    optim = dzero.Muon(sharded, lr=LR, max_norm=CLIP)
-    first, second, third = small_decoders.batches("even", steps=3, ranks=ranks, microbatches=1)
-    backward(sharded, optim, first[rank])
-    optim.step()
-    before = snapshot(sharded, optim)
-    handle = sharded.model.layers[1].qkv.register_full_backward_hook(spoil) if rank == 1 else None
-    backward(sharded, optim, second[rank])
-    if handle is not None:
-        handle.remove()
-    optim.step()
-    assert unequal(snapshot(sharded, optim), before) == []
-    nonfinite_params = optim.last_decision.nonfinite_params
-    backward(sharded, optim, third[rank])
-    optim.step()
-    changed = unequal(snapshot(sharded, optim), before)
-    assert {f"layers.{n}.qkv.weight.exp_avg" for n in range(3)} <= {*changed}
-    assert all(torch.isfinite(each.float()).all() for each in snapshot(sharded, optim).values())
-    return nonfinite_params
-
-
-def spoil(module: torch.nn.Module, into: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> Any:
-    return (torch.full_like(into[0], math.inf),)
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("stage", [3, 0, 1])
-def test_a_step_with_an_infinite_gradient_changes_no_bit(pool: Pool, stage: int) -> None:
-    one, other = pool.run(skip, 2, stage)
-    assert one == other
-    assert any(each.startswith("layers.0") for each in one)
 
 
 class Branching(nn.Module):
@@ -290,8 +256,8 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def ends_of(offload: dzero.OffloadConfig | None, **kind: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Losses, parameters, masters and momenta after three steps, and what was sent otherwise than `traffic` says."""
-    steps = 3
+    """Losses, parameters, masters and momenta after two steps, and what was sent otherwise than `traffic` says."""
+    steps = 2
     sharded = sharded_net("uneven", offload=offload, **kind)
     optim = dzero.Muon(sharded, lr=3e-3, max_norm=0.5)
     losses = train(sharded, optim, "uneven", steps=steps)

@@ -118,6 +118,7 @@ def skip_hybrid(rank: int, ranks: int) -> dict[str, Any]:
     return skip(rank, ranks, 3, 2, "inf", {"param": "bf16", "replicate": 2})
 
 
+@pytest.mark.full("tests/optim/test_overflow.py::test_a_step_with_a_gradient_that_is_not_finite_is_skipped_by_all")
 def test_hybrid_copies_skip_together(pool: Pool) -> None:
     runs = pool.run(skip_hybrid, 4)
     assert all(run["counts"] == (2, 0) for run in runs)

@@ -145,6 +145,7 @@ def test_dcp_files_load_exactly_into_another_world_size(
             assert unequal(loaded[kind], saved[kind]) == []
 
 
+@pytest.mark.full("tests/optim/test_state_dict.py::test_states_of_another_kind_dtype_or_number_are_refused_by_name")
 def test_eight_bit_states_refuse_another_world_size(pool: Pool, tmp_path: Path) -> None:
     """Their blocks follow the shards: two ranks of 512 codes and one of 1024 would be as long, and shifted."""
     kwargs = {"stage": 3, "param": "bf16", "moments": "int8"}
@@ -175,17 +176,3 @@ def test_states_of_another_kind_dtype_or_number_are_refused_by_name(pool: Pool) 
     assert "exp_avg" in dtype
     assert "torch.bfloat16" in dtype
     assert "groups of [2] parameters" in number
-
-
-def kinds_survive(rank: int, ranks: int) -> None:
-    sharded, optim = pair("even", "AdamW", param="bf16", stage=3)
-    train(sharded, optim, steps=1)
-    optim.load_state_dict(copy.deepcopy(optim.state_dict()))
-    for states in optim.state.values():
-        assert {k: (v.dtype, v.device.type) for k, v in states.items()} == dict.fromkeys(
-            ("step", "master", "exp_avg", "exp_avg_sq"), (torch.float32, "cpu")
-        )
-
-
-def test_cpu_states_and_master_dtypes_survive(pool: Pool) -> None:
-    pool.run(kinds_survive, 2)

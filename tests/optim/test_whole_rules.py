@@ -22,7 +22,7 @@ from training_loops import params_of, sharded_net, train, unequal
 import dzero
 from dzero.testing import by_phase, local
 
-STEPS = 3
+STEPS = 2
 
 
 class Rule(NamedTuple):
@@ -57,14 +57,26 @@ def at_stages(rank: int, ranks: int, name: str, cells: list[dict[str, Any]]) -> 
     return found
 
 
-@pytest.mark.product(keep=1)
+CELLS = [(0, "fp32", None), (3, "fp32", None), (2, "bf16", None), *((stage, "bf16", 0.5) for stage in (0, 1, 3))]
+"""Stage, dtype and norm to clip to."""
+
+
+def test_every_stage_has_the_bits_of_one_process(pool: Pool) -> None:
+    check(pool, "LAMB", [CELLS[1], *CELLS[-2:]])
+
+
+@pytest.mark.full("tests/optim/test_whole_rules.py::test_every_stage_has_the_bits_of_one_process")
 @pytest.mark.parametrize("name", RULES)
-def test_every_stage_has_the_bits_of_one_process(pool: Pool, name: str) -> None:
+def test_every_stage_has_the_bits_of_one_process_full_product(pool: Pool, name: str) -> None:
+    check(pool, name, CELLS)
+
+
+def check(pool: Pool, name: str, chosen: list[tuple[int, str, float | None]]) -> None:
     """Unclipped, as norms add in another order; and clipped, where all stages agree."""
-    cells = [{"stage": stage, "param": param, "clip": clip} for stage, param, clip in CELLS]
+    cells = [{"stage": stage, "param": param, "clip": clip} for stage, param, clip in chosen]
     found = pool.run(at_stages, 2, name, cells)[0]
     of_kind: dict[tuple[str, float | None], list[dict[str, torch.Tensor]]] = {}
-    for (_, param, clip), params in zip(CELLS, found, strict=True):
+    for (_, param, clip), params in zip(chosen, found, strict=True):
         of_kind.setdefault((param, clip), []).append(params)
     for (param, clip), alike in of_kind.items():
         assert all(unequal(each, alike[0]) == [] for each in alike), (param, clip)
@@ -72,9 +84,6 @@ def test_every_stage_has_the_bits_of_one_process(pool: Pool, name: str) -> None:
             rule = RULES[name]
             want = plain_classes.train(rule.kind, rule.options, precision=param, steps=STEPS, clip=None)
             assert unequal(alike[0], want) == [], param
-
-
-CELLS = [(0, "fp32", None), (3, "fp32", None), (2, "bf16", None), *((stage, "bf16", 0.5) for stage in (0, 1, 3))]
 
 
 @pytest.mark.full("tests/optim/test_whole_rules.py::test_every_stage_has_the_bits_of_one_process")
@@ -89,6 +98,7 @@ def test_four_ranks_have_the_same_bits_at_every_stage(pool: Pool, name: str, net
     assert [unequal(each, want) for each in found] == [[]] * len(cells)
 
 
+@pytest.mark.full("tests/optim/test_whole_rules.py::test_every_stage_has_the_bits_of_one_process")
 def test_replicas_of_hybrid_sharding_stay_replicas(pool: Pool) -> None:
     """Each replica of two shards has its own owners."""
     cells = [{"stage": 3, "replicate": 2, "param": "bf16"}]
@@ -131,7 +141,7 @@ ON_HOST += [(0, "bf16", "all"), (2, "bf16", "gradients"), (3, "fp32", "within th
 
 
 def test_states_on_the_host_change_no_bit(pool: Pool) -> None:
-    assert pool.run(on_the_host, 2, "LAMB", ON_HOST[:2]) == [[], []]
+    assert pool.run(on_the_host, 2, "LAMB", ON_HOST[:1]) == [[], []]
 
 
 @pytest.mark.full("tests/optim/test_whole_rules.py::test_states_on_the_host_change_no_bit")
@@ -213,22 +223,31 @@ def far(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     return max(float((found[name] - value).norm() / value.norm()) for name, value in want.items())
 
 
-@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("rule", ["muon", "Adafactor"])
 def test_cut_matrices_are_updated_whole(pool: Pool, rule: str) -> None:
+    check_cut(pool, rule, 1, [Parallel(dp=1)])
+
+
+@pytest.mark.full("tests/optim/test_whole_rules.py::test_cut_matrices_are_updated_whole")
+@pytest.mark.parametrize("rule", ["muon", "Adafactor"])
+def test_cut_matrices_are_updated_whole_at_every_stage(pool: Pool, rule: str) -> None:
+    check_cut(pool, rule, 2, [Parallel(stage=3), Parallel(stage=1, offload="host"), Parallel(offload="host")])
+
+
+def check_cut(pool: Pool, rule: str, dp: int, runs: list[Parallel]) -> None:
     """Forward sums along tp in another order, hence a tolerance; parts that are updated alone are far from it.
 
     Stages and tiers have the same bits.
     """
-    want, _ = pool.run(trained, 2, Parallel(tp=1), rule)[0]
+    want, _ = pool.run(trained, dp, Parallel(dp=dp, tp=1), rule)[0]
     ends = []
-    for run in (Parallel(stage=3), Parallel(stage=1, offload="host")):
-        (found, along), *others = pool.run(trained, 4, run, rule)
+    for run in runs:
+        (found, along), *others = pool.run(trained, 2 * dp, run, rule)
         assert along == ["all_gather"]
         assert far(found, want) < 1e-4
         assert all(unequal(each, found) == [] for each, _ in others)
         ends.append(found)
-    assert unequal(*ends) == []
+    assert all(unequal(each, ends[0]) == [] for each in ends)
 
 
 @pytest.mark.full("tests/optim/test_whole_rules.py::test_cut_matrices_are_updated_whole")

@@ -116,8 +116,8 @@ def test_slices_threads_and_chunks_do_not_change_bits(
     assert [same(each, want) for each in (one, three, pieces)] == [True] * 3
 
 
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize(("kind", "moments"), [*itertools.product(KINDS, (FP32, BF16))])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("kind", "moments"), [*itertools.product(KINDS[::-1], (BF16, FP32))])
 def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_keeps_what_it_reads(
     monkeypatch: pytest.MonkeyPatch, kind: str, moments: torch.dtype
 ) -> None:
