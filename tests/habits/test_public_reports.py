@@ -7,12 +7,12 @@
     facebookresearch/fairscale#601                     groups of an optimizer are mixed up by a resume
     pytorch/pytorch#180346                             no norm over parameters of two meshes
     pytorch/pytorch#144289                             weights are no DTensors after a forward, so averages of them fail
-    pytorch/pytorch#162692                             the mean of a weight whose rows ranks cannot share evenly
     huggingface/accelerate#3732                        the head of a classifier is not in the adapter that is saved
 
 Others are asked elsewhere: a unit that some ranks or none reach (pytorch/pytorch#83129, hiyouga/LlamaFactory#1931), and
 decay of what no rank reached (pytorch/pytorch#28294), in tests/zero/test_unused.py; a parameter of one element
-(pytorch/pytorch#144045) by the net `uneven` of tests/test_parity.py. The reports are those of GitHub's trackers.
+(pytorch/pytorch#144045) by the net `uneven` of tests/test_parity.py; the mean of a weight whose rows ranks cannot share
+evenly (pytorch/pytorch#162692) in test_writes.py. The reports are those of GitHub's trackers.
 """
 
 from __future__ import annotations
@@ -151,34 +151,6 @@ def test_one_norm_of_models_on_two_meshes(pool: Pool) -> None:
     alone = float(nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]))
     for norms in pool.run(two_meshes, 2):
         assert norms == pytest.approx([math.sqrt(2) * alone, 0.1], rel=1e-5)
-
-
-UNEVEN = (3, 1)
-
-
-def means(rank: int, ranks: int) -> list[tuple[float, float]]:
-    """The mean of a weight of so many rows, and the norm of its gradient."""
-    found = []
-    for rows in UNEVEN:
-        torch.manual_seed(0)
-        sharded = dzero.shard(nn.Sequential(nn.Linear(4, rows, bias=False)), stage=3, precision="fp32")
-        (weight,) = sharded.model.parameters()
-        mean: Any = (weight * weight).mean()
-        mean.backward()
-        grad: Any = weight.grad
-        found.append((float(mean.full_tensor()), float(grad.norm().full_tensor())))
-    return found
-
-
-def test_the_mean_of_uneven_rows(pool: Pool) -> None:
-    for found in pool.run(means, 2):
-        for rows, told in zip(UNEVEN, found, strict=True):
-            torch.manual_seed(0)
-            weight = nn.Linear(4, rows, bias=False).weight.detach()
-            # the gradient of the mean of n squares is 2 w / n
-            assert told == pytest.approx(
-                (float(weight.square().mean()), float(2 * weight.norm()) / (4 * rows)), rel=1e-6
-            )
 
 
 def classifier() -> Any:

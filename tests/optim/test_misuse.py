@@ -12,7 +12,6 @@ import pytest
 import small_decoders
 import torch
 from many_cells import of_cells
-from parity_cells import master_of, whole
 from pool import Pool
 from training_loops import sharded_net
 
@@ -127,45 +126,6 @@ def test_ranks_that_run_units_in_different_orders_are_refused_and_both_orders_to
             theirs, ours = (1, 0) if stage == 0 else (0, 1)  # backward reduces the last layer first
             assert f"rank 0: {first[stage].format(theirs)}" in words
             assert f"rank {ranks - 1}: {first[stage].format(ours)}" in words
-
-
-def of_a_subset(rank: int, ranks: int) -> tuple[float, float]:
-    """The norm that an optimizer of some parameters decides by, and that of their gradients."""
-    sharded = sharded_net("even", stage=2, param="fp32")
-    kept = {name: p for name, p in sharded.named_params().items() if name.startswith("layers.0")}
-    optim = AdamW(sharded, [*kept.values()], max_norm=1.0)
-    backward(sharded, rank, ranks)
-    grads = optim.gradients.named()
-    assert grads.keys() == kept.keys()
-    squares = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum()
-    torch.distributed.all_reduce(squares)
-    before = {name: p.full_tensor().clone() for name, p in sharded.named_params().items()}
-    optim.step()
-    moved = {name for name, p in sharded.named_params().items() if not torch.equal(p.full_tensor(), before[name])}
-    assert moved == kept.keys()
-    return optim.last_decision.norm, float(squares.sqrt())
-
-
-def test_an_optimizer_of_some_parameters_clips_by_their_norm(pool: Pool) -> None:
-    for decided, of_theirs in pool.run(of_a_subset, 2):
-        assert decided == pytest.approx(of_theirs, rel=1e-12)
-
-
-def loaded(rank: int, ranks: int) -> list[bool]:
-    """Whether masters follow a state dict that the model loads before and after the optimizer is made."""
-    follow = []
-    for before in (True, False):
-        sharded = sharded_net("even", stage=3)
-        optim = None if before else AdamW(sharded)
-        sharded.model.load_state_dict(sharded_net("even", stage=3, seed=1).model.state_dict())
-        optim = optim or AdamW(sharded)
-        params = sharded.named_params().values()
-        follow.append(all(torch.equal(master_of(p, optim.state[p]), whole(p).float()) for p in params))
-    return follow
-
-
-def test_masters_follow_weights_that_the_model_loads(pool: Pool) -> None:
-    assert pool.run(loaded, 2) == [[True, True]] * 2
 
 
 def survivors(rank: int, ranks: int, stage: int) -> list[str]:
