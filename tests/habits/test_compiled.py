@@ -128,7 +128,7 @@ def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool, way: Callable[[
             assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full(BLOCKS)
 @pytest.mark.parametrize(("way", "first"), WHOLE)
 def test_a_whole_model_breaks_its_graph_where_fsdp2_does(
     pool: Pool, way: Callable[[Any, Any], Any], first: bool

@@ -350,7 +350,7 @@ MISUSES: dict[str, tuple[Callable[[Made], object], str, list[tuple[int, dict[str
     "an edit under a graph": (edit_under_a_graph, rf"unit blocks\.1: {CHANGED}", ON_DEVICE),
     "a weight set": (set_later, replaced("head.weight"), ON_DEVICE),
     "a call with others": (
-        lambda made: torch.func.functional_call(made.model, {"embed.weight": torch.ones(8, 4)}, (ROWS,)),
+        lambda made: (made.step(), torch.func.functional_call(made.model, {"embed.weight": torch.ones(8, 4)}, (ROWS,))),
         replaced("embed.weight"),
         ON_DEVICE,
     ),
@@ -597,8 +597,9 @@ def assigned_parts(rank: int, ranks: int) -> list[str]:
     return unequal(*ends)
 
 
+@pytest.mark.full("tests/habits/test_models_and_loops.py::test_a_loop_gives_what_torch_gives")
 def test_gradients_are_assigned_where_copies_share_states_out(pool: Pool) -> None:
-    assert pool.run(assigned_parts, 2) == [[]] * 2
+    assert pool.run(assigned_parts, 4) == [[]] * 4
 
 
 def continued(rank: int, ranks: int, stage: int, moments: str) -> float:
@@ -626,7 +627,7 @@ def continued(rank: int, ranks: int, stage: int, moments: str) -> float:
 
 def test_states_of_torchs_adamw_are_taken_in(pool: Pool) -> None:
     """Two steps of 1e-3 with moments that are rounded to 8 bits of significand, or to codes 1/64 apart, are closer."""
-    check_taken_in(pool, {(0, "fp32"): 1e-6, (3, "bf16"): 1e-4})
+    check_taken_in(pool, {(3, "fp32"): 1e-6})
 
 
 @pytest.mark.full("tests/habits/test_uses.py::test_states_of_torchs_adamw_are_taken_in")
