@@ -46,7 +46,6 @@ from adamw_cases import (
     params,
     table_of,
 )
-from pool import Pool
 from sums_cases import DTYPES, LONG, SIZES, by_numpy, gradient, gradients, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,10 +64,10 @@ FILE = "tests/optim/inside/test_inside_cuda.py"
 
 
 @pytest.fixture(scope="module")
-def interpreted(pool: Pool) -> Iterator[Callable[..., Any]]:
-    """Call a function in a process in which Triton interprets kernels; it is a fork of the pool's server."""
+def interpreted() -> Iterator[Callable[..., Any]]:
+    """Call a function in a process in which Triton interprets kernels."""
     pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, get_context("forkserver"), initializer=interpret) as process:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=interpret) as process:
         yield lambda function, *args: process.submit(function, *args).result()
 
 
