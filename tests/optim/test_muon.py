@@ -296,7 +296,7 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_tiers_change_no_bit(pool: Pool, tmp_path: Path, cell: tuple[str, dict[str, Any]]) -> None:
     """Owners orthogonalize what they gather on the host."""

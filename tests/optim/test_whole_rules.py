@@ -273,7 +273,7 @@ def fused(rank: int, ranks: int, rule: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full("tests/optim/test_muon.py::test_mistakes_are_told_with_their_repair")
 @pytest.mark.parametrize("rule", ["muon", "Adafactor"])
 def test_matrices_with_several_results_side_by_side_are_refused(pool: Pool, rule: str) -> None:
     told = pool.run(fused, 2, rule)[0]
