@@ -28,7 +28,6 @@ ALIKE = {
     "frozen_before_backward": "changed_between",
     "raised_in_forward": "raised",
     "averaged_by_hand": "evaluated",
-    "scaled": "clip_norm",
     "one_graph_twice": "two_forwards_kept",
 }
 """Loops of which another one, or a model, is so close that it would fail first, and that one."""
