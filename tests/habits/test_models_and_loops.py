@@ -1,6 +1,6 @@
 """Models and loops that plain torch takes give what it gives, at every stage, on one rank and on several.
 
-Each model and each loop is in the default suite at one stage, in turn; stage 3, which has most to do, comes most often.
+Most models and loops are in the default suite at one stage, in turn; stage 3, which has most to do, comes most often.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def in_turn(name: str, names: list[str]) -> tuple[int]:
     return ((3, 2, 3, 1, 3, 0)[names.index(name) % 6],)
 
 
+@pytest.mark.product(keep=10)
 @pytest.mark.parametrize("model", COMMON)
 def test_a_model_gives_what_torch_gives(pool: Pool, model: str) -> None:
     check(pool, model, "plain", stages=in_turn(model, COMMON))

@@ -253,6 +253,7 @@ def with_replaced_lists(rank: int, ranks: int) -> list[str]:
     return told
 
 
+@pytest.mark.full("tests/habits/test_optimizer_interface.py::test_lists_of_parameter_groups_may_be_edited")
 def test_groups_whose_lists_were_replaced_train_what_they_hold_or_are_refused(pool: Pool) -> None:
     for told in pool.run(with_replaced_lists, 2):
         every, turned, repeated, fewer = told

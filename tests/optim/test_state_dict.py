@@ -83,7 +83,7 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full("tests/optim/test_state_dict.py::test_dcp_files_load_exactly_into_another_world_size")
 @pytest.mark.parametrize(
     ("rule", "kwargs", "helpers"), [(*cell, helpers) for helpers in (True, False) for cell in CELLS]
 )
