@@ -26,7 +26,9 @@ def tests(device: Device, found: Findings) -> None:
     """Run those of one rank. Raises SystemExit where one failed or none ran."""
     words = [*map(str, paths()), "-m", "gpu", *side_by_side()]
     if not device.on_gpu:
-        found.stand_in("tests/gpu/test_one_gpu.py skips itself, and tests/estimate/test_nodes.py runs in place of the others")
+        found.stand_in(
+            "tests/gpu/test_one_gpu.py skips itself, and tests/estimate/test_nodes.py runs in place of the others"
+        )
         words = [
             str(ROOT / "tests" / "gpu" / "test_one_gpu.py"),
             str(ROOT / "tests" / "estimate" / "test_nodes.py"),

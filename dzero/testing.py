@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Entry",
     "Traffic",
-    "bytes_on_tiers",
     "by_phase",
+    "bytes_on_tiers",
     "expected_decision",
     "expected_traffic",
     "local",

@@ -6,24 +6,36 @@ of all ranks, a sharded model its own. For pool workers, so importable by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops_of_torch import OPTIONS, whole
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, mse_loss
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
-from transformers import get_scheduler
+from training_loops import params_of
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 
-WIDTH, STEPS = 8, 4
+WIDTH, RATE = 8, 1e-3
+OPTIONS: dict[str, Any] = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+"""With an eps far above the rounding of gradients, which AdamW would else blow up where they are near zero. So the
+scale of gradients counts as well."""
+HOST = {"grad": "host", "master": "host", "moments": "host"}
+TOLERANCE = 1e-6
+"""Of parameters of about 1 after up to four steps of `RATE`: ranks add in another order than one process, in fp32."""
 Batch = list[tuple[int, Tensor, Tensor]]
+
+
+def whole(value: Tensor) -> Tensor:
+    """A DTensor's full value, with its graph; any other tensor itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class Block(nn.Module):
@@ -34,8 +46,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -52,8 +63,7 @@ class Net(nn.Module):
         x = self.embed(x)
         for number in self.order:
             x = self.blocks[number](x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Again(Net):
@@ -83,8 +93,7 @@ class PartlyAgain(Net):
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         x = self.blocks[1](self.embed(x))
-        out: Tensor = self.head(self.blocks[1](self.blocks[0](x), both=False))
-        return out
+        return self.head(self.blocks[1](self.blocks[0](x), both=False))
 
 
 class Tied(Net):
@@ -128,8 +137,7 @@ class Holder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.scale, self.parts = nn.Parameter(torch.ones(WIDTH)), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
 
 
 class Nested(Net):
@@ -137,21 +145,15 @@ class Nested(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            [
-                nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())]),
-                nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.ParameterList([torch.ones(WIDTH)])}),
-                Holder(),
-            ]
-        )
+        listed = nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+        named = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.ParameterList([torch.ones(WIDTH)])})
+        self.blocks = nn.ModuleList([listed, named, Holder()])
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
-        blocks: Any = self.blocks
-        first, second = blocks[0]
+        (first, second), named, holder = self.blocks
         x = second(first(self.embed(x)))
-        x = blocks[1]["a"](x) * blocks[1]["b"][0]
-        out: Tensor = self.head(torch.tanh(blocks[2].parts[0](x)) * blocks[2].scale)
-        return out
+        x = named["a"](x) * named["b"][0]
+        return self.head(torch.tanh(holder.parts[0](x)) * holder.scale)
 
 
 class InPlace(Net):
@@ -188,8 +190,7 @@ class Gained(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.gain.ndim == 0
-        out: Tensor = self.gain * super().forward(x)
-        return out
+        return self.gain * super().forward(x)
 
 
 class Scalars(Net):
@@ -206,16 +207,14 @@ class Scalars(Net):
         x = self.embed(x)
         for block in self.blocks[:2]:
             x = block(x)
-        out: Tensor = self.head(x) * self.logit_scale.exp()
-        return out
+        return self.head(x) * self.logit_scale.exp()
 
 
 class PartRecomputed(Block):
     """A block of which one layer is computed again in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False))
-        return out
+        return x + self.down(checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False))
 
 
 class Recomputed(Net):
@@ -229,8 +228,7 @@ class Recomputed(Net):
         x = self.blocks[0](self.embed(x))
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
         x = checkpoint(self.blocks[1], x, use_reentrant=True)
-        out: Tensor = checkpoint(lambda y: self.head(self.blocks[2](y)), x, use_reentrant=False)
-        return out
+        return checkpoint(lambda y: self.head(self.blocks[2](y)), x, use_reentrant=False)
 
 
 class Memoising(Block):
@@ -241,8 +239,7 @@ class Memoising(Block):
     def forward(self, x: Tensor) -> Tensor:
         if self.kept is None:
             self.kept = torch.tanh(self.up.weight)
-        out: Tensor = x + self.down(linear(x, self.kept, self.up.bias))
-        return out
+        return x + self.down(linear(x, self.kept, self.up.bias))
 
 
 class Memoised(Net):
@@ -257,30 +254,87 @@ class Memoised(Net):
             block.kept = None
 
 
+class TiedViews(InPlace):
+    """Blocks that end in a Linear with a bias, whose output is a view; two of them share its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.blocks[1][1].weight = self.blocks[0][1].weight
+
+
 @dataclass
 class Boxed:
-    """What a unit returns."""
+    """What a unit, or a model, returns."""
 
     x: Tensor
 
 
+class Slots:
+    """An object without a dict, which torch's pytree does not know."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 class Boxing(Block):
-    """A block that returns a dataclass."""
+    """A block that takes an object or a dict, and returns one of a kind, or without a kind writes into what it took."""
 
-    def forward(self, x: Tensor) -> Boxed:  # type: ignore[override]
-        return Boxed(super().forward(x))
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, given: Any) -> Any:
+        is_dict = isinstance(given, dict)
+        out = super().forward(given["x"] if is_dict else given.x)
+        if self.kind is not None:
+            return self.kind(x=out)
+        if is_dict:
+            given["x"] = out
+        else:
+            given.x = out
+        return given
 
 
-class InDataclass(Net):
-    """A block returns a dataclass."""
+class InObjects(Net):
+    """Blocks return objects, of which pytree knows some, or write into them, and the model itself returns one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1] = Boxing()
+        kinds = (SimpleNamespace, Slots, None, dict, None, Boxed)
+        self.blocks = nn.ModuleList(Boxing(kind) for kind in kinds)
+
+    def forward(self, x: Tensor, rank: int = 0) -> Any:
+        given: Any = SimpleNamespace(x=self.embed(x))
+        for block in self.blocks:
+            given = block(given)
+        return Boxed(self.head(given.x))
+
+
+class Rows(nn.Module):
+    """Positions, of which a forward returns the first: its parameter, or a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3.0 * WIDTH).view(3, WIDTH) / 24)
+
+    def forward(self, count: int) -> Tensor:
+        return self.weight if count == len(self.weight) else self.weight[:count]
+
+
+class Table(Net):
+    """A unit returns its parameter, and a view of it; FSDP2 frees the parameter after the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Rows()
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
-        out: Tensor = self.head(self.blocks[2](self.blocks[1](self.blocks[0](self.embed(x))).x))
-        return out
+        x = self.blocks[0](self.embed(x)) + self.blocks[1](3)
+        x = torch.cat([torch.tanh(x[:2] + self.blocks[1](2)), x[2:]])
+        return self.head(x)
 
 
 class Branch(Net):
@@ -294,91 +348,177 @@ class Branch(Net):
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         x = self.blocks[1](self.embed(x), both=rank == 0 or self.everywhere)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
-MODELS: dict[str, type[Net]] = {
-    each.__name__: each
-    for each in (
-        Net,
-        Again,
-        PartlyAgain,
-        Tied,
-        PartlyFrozen,
-        Unused,
-        Parametrized,
-        Nested,
-        InPlace,
-        InPlaceAlone,
-        Scalars,
-        InDataclass,
-        Recomputed,
-        Memoised,
-        Branch,
-    )
-}
+KINDS: tuple[type[Net], ...] = (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Nested, InPlace)
+KINDS += (InPlaceAlone, Scalars, TiedViews, InObjects, Table, Recomputed, Memoised, Branch)
+MODELS = {each.__name__: each for each in KINDS}
+
+
+Loop = Callable[["Training", list[Batch]], None]
 
 
 @dataclass
 class Training:
     """What a loop has: the model, its optimizer, the number of this step, and of a sharded model its handle."""
 
-    model: nn.Module
+    model: Any
     optim: torch.optim.Optimizer
     sharded: Sharded | None = None
     step: int = 0
     kept: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters as the model has them now."""
+        return [*self.model.parameters()]
+
     def loss(self, batch: Batch, scale: float = 1.0) -> Tensor:
         """The mean over the ranks of a microbatch, of inputs multiplied by `scale`."""
-        losses = [mse_loss(self.model(scale * x, rank=rank), y) for rank, x, y in batch]
+        outs = [self.model(scale * x, rank=rank) for rank, x, _ in batch]
+        losses = [mse_loss(getattr(out, "x", out), y) for out, (_, _, y) in zip(outs, batch, strict=True)]
         return torch.stack(losses).mean()
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.sharded is None else self.sharded.microbatch(is_last=is_last)
+
+    def each(self, batches: list[Batch]) -> Iterator[Batch]:
+        """The microbatches of a step, each under `microbatch()`."""
+        for index, batch in enumerate(batches):
+            with self.microbatch(is_last=index == len(batches) - 1):
+                yield batch
+
+    def backwards(self, batches: list[Batch]) -> None:
+        for batch in self.each(batches):
+            backward(self.loss(batch) / len(batches))
+
+    def finish(self) -> None:
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def edit(self, factor: float) -> None:
+        """Multiply all parameters in place."""
+        with torch.no_grad():
+            for param in self.params:
+                param.mul_(factor)
+
+    def evaluate(self, batch: Batch) -> None:
+        with torch.no_grad():
+            self.loss(batch)
 
 
 def backward(loss: Tensor, **options: Any) -> None:
     """As a method, which has no types."""
-    loss.backward(**options)  # type: ignore[no-untyped-call]
+    loss.backward(**options)
 
 
 def plain(training: Training, batches: list[Batch]) -> None:
     """A loop as the README has it."""
-    for index, batch in enumerate(batches):
-        if training.sharded is None:
-            backward(training.loss(batch) / len(batches))
-            continue
-        with training.sharded.microbatch(is_last=index == len(batches) - 1):
-            backward(training.loss(batch) / len(batches))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.backwards(batches)
+    training.finish()
 
 
 def accumulated(training: Training, batches: list[Batch]) -> None:
     """Several backwards before a step, and nothing else."""
     for batch in batches:
         backward(training.loss(batch) / len(batches))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def synchronised(training: Training, batches: list[Batch]) -> None:
     """FSDP2's own switch for the last one."""
     for index, batch in enumerate(batches):
         if training.sharded is not None:
-            training.model.set_requires_gradient_sync(index == len(batches) - 1)  # type: ignore[operator]
+            training.model.set_requires_gradient_sync(index == len(batches) - 1)
         backward(training.loss(batch) / len(batches))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def last_outside(training: Training, batches: list[Batch]) -> None:
     """The last backward of a step is outside of `microbatch()`."""
     for batch in batches[:-1]:
-        with nullcontext() if training.sharded is None else training.sharded.microbatch(is_last=False):
+        with training.microbatch(is_last=False):
             backward(training.loss(batch) / len(batches))
     backward(training.loss(batches[-1]) / len(batches))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
+
+
+def penalty(training: Training, batches: list[Batch]) -> Tensor:
+    """The sum of squares of all parameters, divided by the microbatches."""
+    squares = [whole((param**2).sum()) for param in training.params]
+    return 0.1 * torch.stack(squares).sum() / len(batches)
+
+
+def read_before(training: Training, batches: list[Batch]) -> None:
+    """A penalty on weights that are read before the forward."""
+    for batch in training.each(batches):
+        extra = penalty(training, batches)
+        backward(training.loss(batch) / len(batches) + extra)
+    training.finish()
+
+
+def read_after(training: Training, batches: list[Batch]) -> None:
+    """A penalty on weights that are read after the forward."""
+    for batch in training.each(batches):
+        backward(training.loss(batch) / len(batches) + penalty(training, batches))
+    training.finish()
+
+
+def own_backward_last(training: Training, batches: list[Batch]) -> None:
+    """A penalty with a backward of its own before the step, of which the norm is clipped."""
+    training.backwards(batches)
+    backward(penalty(training, batches))
+    torch.nn.utils.clip_grad_norm_(training.params, 0.1)
+    training.finish()
+
+
+def read_by_each_rank(training: Training, batches: list[Batch]) -> None:
+    """A loss of a rank's own data reads whole weights: by itself DTensor gives a shard its own rank's gradient."""
+    for batch in training.each(batches):
+        losses = []
+        for rank, x, y in batch:
+            drawn, loss = torch.Generator().manual_seed(rank), mse_loss(training.model(x), y)
+            for param in training.params[::2]:
+                by_hand = whole(param) * torch.randn(param.shape, generator=drawn)
+                loss = loss + 0.1 * by_hand.square().mean() + whole(param.norm()) * by_hand.detach().abs().mean()
+            losses.append(loss)
+        backward(torch.stack(losses).mean() / len(batches))
+    training.finish()
+
+
+def clip_norm(params: list[nn.Parameter]) -> None:
+    """torch's own clipping of the norm, with and without foreach."""
+    assert float(whole(torch.nn.utils.clip_grad_norm_(params, 0.1))) > 0.1
+    torch.nn.utils.clip_grad_norm_(params, 0.05, foreach=False)
+
+
+def clip_value(params: list[nn.Parameter]) -> None:
+    """torch's own clipping of values."""
+    torch.nn.utils.clip_grad_value_(params, 1e-3)
+
+
+def scale_by_hand(params: list[nn.Parameter]) -> None:
+    """Gradients scaled and shifted in place."""
+    for param in params:
+        param.grad.mul_(0.5).add_(1e-3)
+
+
+def assign(params: list[nn.Parameter]) -> None:
+    """Another tensor as the gradient, and none for some parameters, which are not to be updated."""
+    for index, param in enumerate(params):
+        param.grad = None if index % 3 == 0 else torch.tanh(10 * param.grad) * 1e-2
+
+
+def before_step(do: Callable[[list[nn.Parameter]], None]) -> Loop:
+    """A loop that does something with the parameters, or their gradients, before each step."""
+
+    def loop(training: Training, batches: list[Batch]) -> None:
+        training.backwards(batches)
+        do(training.params)
+        training.finish()
+
+    return loop
 
 
 def one_graph_twice(training: Training, batches: list[Batch]) -> None:
@@ -388,26 +528,14 @@ def one_graph_twice(training: Training, batches: list[Batch]) -> None:
         errors = [mse_loss(out, y) for out, (_, _, y) in zip(outs, batch, strict=True)]
         backward(torch.stack(errors).mean(), retain_graph=True)
         backward(torch.stack([out.abs().mean() for out in outs]).mean())
-    training.optim.step()
-    training.optim.zero_grad()
-
-
-def two_forwards(training: Training, batches: list[Batch]) -> None:
-    """One backward of two forwards."""
-    for batch in batches:
-        backward(training.loss(batch) + training.loss(batch, scale=2.0))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def two_forwards_kept(training: Training, batches: list[Batch]) -> None:
     """The same in each microbatch."""
-    for index, batch in enumerate(batches):
-        own = training.sharded
-        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
-            backward(training.loss(batch) + training.loss(batch, scale=2.0))
-    training.optim.step()
-    training.optim.zero_grad()
+    for batch in training.each(batches):
+        backward(training.loss(batch) + training.loss(batch, scale=2.0))
+    training.finish()
 
 
 def closure(training: Training, batches: list[Batch]) -> None:
@@ -432,11 +560,11 @@ def frozen_for_a_while(training: Training, batches: list[Batch]) -> None:
 def group_added(training: Training, batches: list[Batch]) -> None:
     """The embedding is trained from the third step on, the blocks from the fourth, with settings of their own."""
     if training.step == 0:
-        training.optim = _optimizer(training, training.model.head.parameters())  # type: ignore[union-attr]
+        training.optim = _optimizer(training, training.model.head.parameters())
     if training.step == 2:
-        training.optim.add_param_group({"params": [*training.model.embed.parameters()], "lr": 2e-3})  # type: ignore[union-attr]
+        training.optim.add_param_group({"params": [*training.model.embed.parameters()], "lr": 2e-3})
     if training.step == 3:
-        training.optim.add_param_group({"params": [*training.model.blocks.parameters()], "weight_decay": 0.0})  # type: ignore[union-attr]
+        training.optim.add_param_group({"params": [*training.model.blocks.parameters()], "weight_decay": 0.0})
     plain(training, batches)
     training.model.zero_grad()  # of what is in no group yet: torch would add it up
 
@@ -445,9 +573,9 @@ def _optimizer(training: Training, params: Any) -> torch.optim.Optimizer:
     params = [*params]
     training.optim.zero_grad()
     if training.sharded is None:
-        return torch.optim.AdamW(params, **OPTIONS)  # type: ignore[arg-type]
+        return torch.optim.AdamW(params, **OPTIONS)
     del training.optim
-    return AdamW(training.sharded, params, **OPTIONS)  # type: ignore[arg-type]
+    return AdamW(training.sharded, params, **OPTIONS)
 
 
 def scheduled(training: Training, batches: list[Batch]) -> None:
@@ -461,25 +589,13 @@ def scheduled(training: Training, batches: list[Batch]) -> None:
     training.kept["rate"].step()
 
 
-def scheduled_by_transformers(training: Training, batches: list[Batch]) -> None:
-    """The schedules of transformers, one for each step."""
-    if training.step == 0:
-        warm_up = {"num_warmup_steps": 1, "num_training_steps": 4}
-        training.kept["rates"] = [
-            get_scheduler(name, training.optim, **warm_up)
-            for name in ("linear", "cosine", "polynomial", "inverse_sqrt")
-        ]
-    plain(training, batches)
-    training.kept["rates"][training.step % 4].step()
-
-
 def scaled(training: Training, batches: list[Batch]) -> None:
     """torch's scaler of losses, by habit."""
     scaler = training.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
     for batch in batches:
         backward(scaler.scale(training.loss(batch) / len(batches)))
     scaler.unscale_(training.optim)
-    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    torch.nn.utils.clip_grad_norm_(training.params, 0.1)
     scaler.step(training.optim)
     scaler.update()
     training.optim.zero_grad()
@@ -487,7 +603,7 @@ def scaled(training: Training, batches: list[Batch]) -> None:
 
 def prefetched(training: Training, batches: list[Batch]) -> None:
     """FSDP2's explicit prefetching."""
-    blocks: Any = training.model.blocks
+    blocks = training.model.blocks
     if training.sharded is not None and training.step == 0:
         blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
         blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
@@ -501,58 +617,44 @@ def called_as_function(training: Training, batches: list[Batch]) -> None:
         outs = [torch.func.functional_call(training.model, params, (x,)) for _, x, _ in batch]
         errors = [mse_loss(out, y) for out, (_, _, y) in zip(outs, batch, strict=True)]
         backward(torch.stack(errors).mean() / len(batches))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def evaluated(training: Training, batches: list[Batch]) -> None:
     """Evaluations between everything, and then habits that go through `model.parameters()`."""
-    model, own = training.model, training.sharded
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            training.loss(batches[0])
-
-    for index, batch in enumerate(batches):
-        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
-            backward(training.loss(batch) / len(batches))
-        evaluate()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for batch in training.each(batches):
+        backward(training.loss(batch) / len(batches))
+        training.evaluate(batches[0])
+    torch.nn.utils.clip_grad_norm_(training.params, 0.1)
     training.optim.step()
-    evaluate()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.99)
-    evaluate()
-    model.get_parameter("head.bias").requires_grad_(training.step % 2 == 1)
-    evaluate()
-    model.zero_grad()
+    training.evaluate(batches[0])
+    training.edit(0.99)
+    training.evaluate(batches[0])
+    training.model.get_parameter("head.bias").requires_grad_(training.step % 2 == 1)
+    training.evaluate(batches[0])
+    training.model.zero_grad()
 
 
 def probed(training: Training, batches: list[Batch]) -> None:
     """Forwards that record gradients and have no backward, each followed by what goes through `model.parameters()`."""
-    model, own = training.model, training.sharded
-    frozen = model.get_parameter("blocks.2.up.weight")
 
     def probe() -> None:
         training.loss(batches[0])
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.99)
+        training.edit(0.99)
 
     for index, batch in enumerate(batches):
         probe()
-        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+        with training.microbatch(is_last=index == len(batches) - 1):
             backward(training.loss(batch) / len(batches))
         probe()
     training.loss(batches[0])
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.nn.utils.clip_grad_norm_(training.params, 0.1)
     training.optim.step()
     probe()
-    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+    training.model.load_state_dict({name: 0.9 * value for name, value in training.model.state_dict().items()})
     training.loss(batches[0])
-    frozen.requires_grad_(training.step % 2 == 1)
-    model.zero_grad()
+    training.model.get_parameter("blocks.2.up.weight").requires_grad_(training.step % 2 == 1)
+    training.model.zero_grad()
 
 
 def frozen_before_backward(training: Training, batches: list[Batch]) -> None:
@@ -563,47 +665,30 @@ def frozen_before_backward(training: Training, batches: list[Batch]) -> None:
         frozen.requires_grad_(False)
         backward(loss)
         frozen.requires_grad_(True)
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def evaluated_in_part(training: Training, batches: list[Batch]) -> None:
     """Evaluations and a step run some blocks alone, and parameters are edited after each."""
-    model: Any = training.model
     for order in ((0, 1, 2), (1, 2), (0, 1)):
-        model.order = order
+        training.model.order = order
         plain(training, batches)
-        for model.order in ((0, 1), (1, 2), (0, 1, 2)):
-            with torch.no_grad():
-                training.loss(batches[0])
-                for param in model.parameters():
-                    param.mul_(0.99)
+        for training.model.order in ((0, 1), (1, 2), (0, 1, 2)):
+            training.evaluate(batches[0])
+            training.edit(0.99)
 
 
 def changed_between(training: Training, batches: list[Batch]) -> None:
     """Parameters edited and frozen between the microbatches of a step."""
     frozen = training.model.get_parameter("blocks.1.up.weight")
     for index, batch in enumerate(batches):
-        own = training.sharded
-        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+        with training.microbatch(is_last=index == len(batches) - 1):
             backward(training.loss(batch) / len(batches))
         with torch.no_grad():
             training.model.get_parameter("blocks.2.up.bias").add_(0.01)
         frozen.requires_grad_(False)
     frozen.requires_grad_(True)
-    training.optim.step()
-    training.optim.zero_grad()
-
-
-def frozen_between(training: Training, batches: list[Batch]) -> None:
-    """Frozen between backwards without `microbatch()`: what was there before counts."""
-    frozen = training.model.get_parameter("blocks.1.up.weight")
-    for batch in batches:
-        backward(training.loss(batch) / len(batches))
-        frozen.requires_grad_(False)
-    frozen.requires_grad_(True)
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def inferred(training: Training, batches: list[Batch]) -> None:
@@ -613,24 +698,20 @@ def inferred(training: Training, batches: list[Batch]) -> None:
     plain(training, batches)
     with torch.inference_mode():
         training.loss(batches[0])
-    with torch.no_grad():
-        for param in training.model.parameters():
-            param.mul_(0.99)
+    training.edit(0.99)
 
 
 def raised_in_forward(training: Training, batches: list[Batch]) -> None:
     """A forward that raises half way, an edit, and then a step."""
-    hook = training.model.blocks[1].register_forward_hook(lambda *_: 1 / 0)  # type: ignore[operator, index]
+    hook = training.model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
     with suppress(ZeroDivisionError):
         training.loss(batches[0])
     hook.remove()
-    with torch.no_grad():
-        for param in training.model.parameters():
-            param.mul_(0.9)
+    training.edit(0.9)
     plain(training, batches)
 
 
-class _Raising(torch.autograd.Function):
+class Raising(torch.autograd.Function):
     """Raises in backward."""
 
     @staticmethod
@@ -644,8 +725,7 @@ class _Raising(torch.autograd.Function):
 
 def raised(training: Training, batches: list[Batch]) -> None:
     """A backward that raises half way, in a hook of a block, is given up, and its step repeated."""
-    block: Any = training.model.blocks[0]  # type: ignore[index]
-    hook = block.register_forward_hook(lambda _, __, out: _Raising.apply(out))
+    hook = training.model.blocks[0].register_forward_hook(lambda _, __, out: Raising.apply(out))
     loss = training.loss(batches[0])
     hook.remove()
     try:
@@ -656,20 +736,10 @@ def raised(training: Training, batches: list[Batch]) -> None:
 
 
 def given_up(training: Training, batches: list[Batch]) -> None:
-    """The first microbatch is not to count."""
-    own = training.sharded
-    with nullcontext() if own is None else own.microbatch(is_last=False):
+    """The first microbatch is not to count: by the optimizer's `zero_grad`, and in other steps by the model's own."""
+    with training.microbatch(is_last=False):
         backward(training.loss(batches[0], scale=3.0))
-    training.optim.zero_grad()
-    plain(training, batches)
-
-
-def given_up_by_the_model(training: Training, batches: list[Batch]) -> None:
-    """As `given_up`, by the model's own `zero_grad`."""
-    own = training.sharded
-    with nullcontext() if own is None else own.microbatch(is_last=False):
-        backward(training.loss(batches[0], scale=3.0))
-    training.model.zero_grad()
+    (training.optim if training.step % 2 == 0 else training.model).zero_grad()
     plain(training, batches)
     training.model.zero_grad()
 
@@ -677,53 +747,46 @@ def given_up_by_the_model(training: Training, batches: list[Batch]) -> None:
 def reached_later(training: Training, batches: list[Batch]) -> None:
     """The first backward reaches a layer on some ranks alone, the later ones on all."""
     for index, batch in enumerate(batches):
-        training.model.everywhere = index > 0  # type: ignore[assignment]
+        training.model.everywhere = index > 0
         backward(training.loss(batch) / len(batches))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def skipped_then_penalised(training: Training, batches: list[Batch]) -> None:
     """The last microbatch skips a block, whose weights then have a loss of their own."""
     for index, batch in enumerate(batches):
-        training.model.order = (0, 2) if index == len(batches) - 1 else (0, 1, 2)  # type: ignore[assignment]
-        own = training.sharded
-        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+        training.model.order = (0, 2) if index == len(batches) - 1 else (0, 1, 2)
+        with training.microbatch(is_last=index == len(batches) - 1):
             backward(training.loss(batch) / len(batches))
     weights = training.model.get_parameter("blocks.1.up.weight")
     backward(whole((weights**2).sum()))
-    training.optim.step()
-    training.optim.zero_grad()
+    training.finish()
 
 
 def averaged_by_hand(training: Training, batches: list[Batch]) -> None:
     """A moving average of the parameters, which they become after the last step."""
     plain(training, batches)
-    params = [*training.model.parameters()]
+    params = training.params
     with torch.no_grad():
         kept = training.kept.setdefault("average", [param.detach().clone() for param in params])
         torch._foreach_lerp_(kept, params, 0.5)
-        if training.step == STEPS - 1:
+        if training.step == steps_of("averaged_by_hand") - 1:
             for param, average in zip(params, kept, strict=True):
                 param.copy_(average)
 
 
 def half_detached(training: Training, batches: list[Batch]) -> None:
     """Two forwards of which one backward differentiates the second, which takes what the first one kept."""
-    model: Any = training.model
-    for index, batch in enumerate(batches):
-        own = training.sharded
-        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
-            model.forget()
-            first = training.loss(batch)
-            backward((first.detach() + training.loss(batch, scale=2.0)) / len(batches))
-    training.optim.step()
-    training.optim.zero_grad()
+    for batch in training.each(batches):
+        training.model.forget()
+        first = training.loss(batch)
+        backward((first.detach() + training.loss(batch, scale=2.0)) / len(batches))
+    training.finish()
 
 
 def penalised_whole(training: Training, batches: list[Batch]) -> None:
     """A penalty on whole weights, read right after the step before."""
-    for param in training.model.parameters():
+    for param in training.params:
         backward(0.01 * whole(param).square().sum())
     accumulated(training, batches)
 
@@ -731,49 +794,25 @@ def penalised_whole(training: Training, batches: list[Batch]) -> None:
 def restarted(training: Training, batches: list[Batch]) -> None:
     """Moments written in place right after the step, by way of `optim.state`."""
     accumulated(training, batches)
-    for param in training.model.parameters():
+    for param in training.params:
         training.optim.state[param]["exp_avg"].mul_(0.5)
         if training.step == 1:
             training.optim.state[param]["exp_avg_sq"].zero_()
 
 
-LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
-    each.__name__: each
-    for each in (
-        plain,
-        accumulated,
-        synchronised,
-        last_outside,
-        one_graph_twice,
-        two_forwards,
-        two_forwards_kept,
-        closure,
-        frozen_for_a_while,
-        group_added,
-        scheduled,
-        scheduled_by_transformers,
-        scaled,
-        prefetched,
-        called_as_function,
-        evaluated,
-        probed,
-        frozen_before_backward,
-        inferred,
-        raised_in_forward,
-        evaluated_in_part,
-        changed_between,
-        frozen_between,
-        raised,
-        given_up,
-        given_up_by_the_model,
-        reached_later,
-        skipped_then_penalised,
-        averaged_by_hand,
-        penalised_whole,
-        restarted,
-        half_detached,
-    )
-}
+NAMED: tuple[Loop, ...] = (accumulated, synchronised, last_outside, read_before, read_after, own_backward_last)
+NAMED += (read_by_each_rank, one_graph_twice, two_forwards_kept, closure, frozen_for_a_while, group_added, scheduled)
+NAMED += (scaled, prefetched, called_as_function, evaluated, probed, frozen_before_backward, inferred)
+NAMED += (raised_in_forward, evaluated_in_part, changed_between, raised, given_up, skipped_then_penalised)
+NAMED += (averaged_by_hand, penalised_whole, restarted)
+LOOPS: dict[str, Loop] = {each.__name__: each for each in (plain, *NAMED, reached_later, half_detached)}
+LOOPS |= {each.__name__: before_step(each) for each in (clip_norm, clip_value, scale_by_hand, assign)}
+LONG = ("frozen_for_a_while", "group_added", "scheduled", "averaged_by_hand", "restarted")
+
+
+def steps_of(loop: str) -> int:
+    """Two, so that the second one sees what the first one left; four of a loop that does something in a later one."""
+    return 4 if loop in LONG else 2
 
 
 def batches_of(
@@ -789,7 +828,7 @@ def batches_of(
     return drawn
 
 
-def build(model: str) -> nn.Module:
+def build(model: str) -> Any:
     """The same values on every rank and in plain torch."""
     torch.manual_seed(0)
     return MODELS[model]()
@@ -799,9 +838,10 @@ def in_torch(model: str, loop: str, ranks: int, microbatches: int) -> dict[str, 
     """The parameters that plain torch ends with."""
     built = build(model)
     trained = [param for param in built.parameters() if param.requires_grad]
-    training = Training(built, torch.optim.AdamW(trained, **OPTIONS))  # type: ignore[arg-type]
-    for training.step in range(STEPS):
-        LOOPS[loop](training, batches_of(training.step, ranks, microbatches, together=model != "Branch"))
+    training = Training(built, torch.optim.AdamW(trained, **OPTIONS))
+    together = model not in ("Branch", "Table") and loop != "read_by_each_rank"
+    for training.step in range(steps_of(loop)):
+        LOOPS[loop](training, batches_of(training.step, ranks, microbatches, together=together))
     return {name: param.detach().clone() for name, param in built.named_parameters()}
 
 
@@ -810,18 +850,21 @@ def in_dzero(
     ranks: int,
     model: str,
     loop: str,
-    stage: int,
+    stages: tuple[int, ...],
     microbatches: int,
     offload: dict[str, str],
     zero: dict[str, Any],
-) -> dict[str, Tensor]:
-    """Those that a sharded model ends with."""
-    sharded = sharded_of(model, stage, microbatches, offload, **zero)
-    training = Training(sharded.model, AdamW(sharded, **OPTIONS), sharded)  # type: ignore[arg-type]
-    for training.step in range(STEPS):
-        LOOPS[loop](training, batches_of(training.step, ranks, microbatches, own=dist.get_rank()))
-    training.optim.synchronize()  # type: ignore[attr-defined]
-    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
+) -> dict[int, dict[str, Tensor]]:
+    """Those that a sharded model ends with, by stage."""
+    found = {}
+    for stage in stages:
+        sharded = sharded_of(model, stage, microbatches, offload, **zero)
+        training = Training(sharded.model, AdamW(sharded, **OPTIONS), sharded)
+        for training.step in range(steps_of(loop)):
+            LOOPS[loop](training, batches_of(training.step, ranks, microbatches, own=rank))
+        training.optim.synchronize()
+        found[stage] = params_of(sharded)
+    return found
 
 
 def sharded_of(model: str, stage: int, microbatches: int = 1, offload: Any = None, **zero: Any) -> Sharded:

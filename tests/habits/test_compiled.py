@@ -30,8 +30,7 @@ class Head(nn.Module):
         self.linear = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class Net(nn.Module):
@@ -42,8 +41,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def blocks(model: Any, counter: Any) -> Any:
@@ -102,75 +100,78 @@ def compiled(
     return found
 
 
-FP32 = [
-    {"stage": 0, "precision": "fp32"},
-    {"stage": 2, "precision": "fp32"},
-    {"stage": 3, "precision": "fp32"},
-    {"stage": 3, "precision": "fp32", "offload": "host"},
-]
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("way", [blocks, blocks_and_head, forwards])
-def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool, way: Callable[[Any, Any], Any], first: bool) -> None:
-    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32):
-        for graphs, operations, losses in others:
-            assert [graphs, operations] == of_fsdp2[:2]
-            assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)
-
-
-def test_casts_of_mixed_precision_are_outside_of_the_graphs(pool: Pool) -> None:
-    settings = [{**each, "precision": "bf16"} for each in FP32]
-    for of_fsdp2, *others in pool.run(compiled, 2, blocks, True, settings):
-        assert [each[:2] for each in others] == [of_fsdp2[:2]] * len(settings)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("way", [in_place, wrapped])
-def test_a_whole_model_breaks_its_graph_where_fsdp2_does(
-    pool: Pool, way: Callable[[Any, Any], Any], first: bool
-) -> None:
-    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32):
-        for graphs, _, losses in others:
-            assert graphs == of_fsdp2[0]
-            assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)
-
-
-def refused(rank: int, ranks: int) -> str:
-    torch._dynamo.reset()
-    model = blocks(Net(), CompileCounter())
-    dzero.shard(model, stage=3, precision="fp32")
-    with pytest.raises(RuntimeError) as told:
-        torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 16))
-    return str(told.value)
-
-
-def test_gradients_of_func_are_refused_in_compiled_blocks_too(pool: Pool) -> None:
-    (told,) = pool.run(refused, 1)
-    assert told.startswith("torch.func.grad, vjp, jacrev or hessian of a sharded model")
-
-
 def torchs_own(model: Any, counter: Any) -> Any:
+    """As docs/guides/training.md says, because `block.compile()` makes nothing of classes of torch."""
     kinds = {"dropout": 0.0, "batch_first": True}
     model.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, **kinds) for _ in range(2))
     return forwards(model, counter)
 
 
-def test_forwards_of_classes_of_torch_are_compiled(pool: Pool) -> None:
-    """As docs/guides/training.md says, because `block.compile()` makes nothing of them."""
-    for of_fsdp2, *others in pool.run(compiled, 2, torchs_own, True, FP32):
-        assert of_fsdp2[0] == 2
-        assert [each[:2] for each in others] == [of_fsdp2[:2]] * len(FP32)
+FP32: list[dict[str, Any]] = [
+    {"stage": 3, "precision": "fp32", "offload": "host"},
+    {"stage": 0, "precision": "fp32"},
+    {"stage": 2, "precision": "fp32"},
+    {"stage": 3, "precision": "fp32"},
+]
+WAYS = [(way, first) for way in (blocks_and_head, blocks, forwards) for first in (True, False)]
+WHOLE = [(way, first) for way in (in_place, wrapped) for first in (False, True)]
+BLOCKS = "tests/habits/test_compiled.py::test_blocks_in_one_graph_each_are_those_of_fsdp2"
 
 
-def called_outside(rank: int, ranks: int) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("way", "first"), WAYS)
+def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool, way: Callable[[Any, Any], Any], first: bool) -> None:
+    """Compiled before `shard`, or after it."""
+    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32[:1]):
+        for graphs, operations, losses in others:
+            assert [graphs, operations] == of_fsdp2[:2]
+            assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)
+
+
+@pytest.mark.full(BLOCKS)
+@pytest.mark.parametrize(("way", "first"), WHOLE)
+def test_a_whole_model_breaks_its_graph_where_fsdp2_does(
+    pool: Pool, way: Callable[[Any, Any], Any], first: bool
+) -> None:
+    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32[:1]):
+        for graphs, _, losses in others:
+            assert graphs == of_fsdp2[0]
+            assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)
+
+
+@pytest.mark.full(BLOCKS)
+@pytest.mark.parametrize(
+    ("way", "first", "precision"),
+    [(*each, "fp32") for each in (*WAYS, *WHOLE, (torchs_own, True))] + [(blocks, True, "bf16")],
+)
+def test_graphs_are_those_of_fsdp2_at_every_stage(
+    pool: Pool, way: Callable[[Any, Any], Any], first: bool, precision: str
+) -> None:
+    """Casts of mixed precision are outside of the graphs of blocks."""
+    for of_fsdp2, *others in pool.run(compiled, 2, way, first, [{**each, "precision": precision} for each in FP32]):
+        assert [each[0] for each in others] == [of_fsdp2[0]] * len(FP32)
+        assert of_fsdp2[0] == 2 or way is not torchs_own
+        for _, operations, losses in others:
+            assert operations == of_fsdp2[1] or way in (in_place, wrapped)
+            assert losses == pytest.approx(of_fsdp2[2], rel=1e-6) or precision == "bf16"
+
+
+def refused(rank: int, ranks: int) -> str:
+    """A head outside of the forward is refused by torch, in compiled code, and gradients of torch.func by dzero."""
     torch._dynamo.reset()
     model = blocks_and_head(Net(), CompileCounter())
     dzero.shard(model, stage=3, precision="fp32")
     with pytest.raises(RuntimeError):
         model.head(torch.ones(2, 16))
+    torch._dynamo.reset()
+    model = blocks(Net(), CompileCounter())
+    dzero.shard(model, stage=3, precision="fp32")
     model(torch.ones(2, 16)).sum().backward()
+    with pytest.raises(RuntimeError) as told:
+        torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 16))
+    return str(told.value)
 
 
-def test_shards_that_compiled_code_meets_outside_of_the_forward_are_refused_by_torch(pool: Pool) -> None:
-    pool.run(called_outside, 2)
+def test_what_cannot_work_is_refused_in_compiled_blocks_too(pool: Pool) -> None:
+    for told in pool.run(refused, 2):
+        assert told.startswith("torch.func.grad, vjp, jacrev or hessian of a sharded model")

@@ -1,102 +1,125 @@
-"""What torch users do with gradients gives what plain torch in one process gives, at every stage."""
+"""What is written into parameters between steps stays there, whatever holds their masters, and every microbatch counts.
+
+What torch users do with gradients is among the loops of test_models_and_loops.py.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-import small_decoders
 import torch
-from loops_of_torch import HABITS, HOST, LIMIT, OPTIONS, RATE, edited, in_dzero, in_torch, whole
+from models_of_torch import HOST, OPTIONS, RATE, build, whole
 from pool import Pool
 from torch import Tensor, nn
-from training_loops import sharded_net, unequal
+from torch.nn.functional import mse_loss
+from training_loops import params_of, unequal
 
-from dzero import AdamW, OffloadConfig, ZeroConfig, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, TorchOptimizer, ZeroConfig, make_mesh, shard
 
-TOLERANCE = 1e-6
-
-
-def check(
-    pool: Pool, habit: str, ranks: int, microbatches: int, stages: tuple[int, ...], tiers: dict[str, str]
-) -> None:
-    """The parameters of every stage are those of plain torch in one process."""
-    expected = in_torch(habit, ranks, microbatches)
-    for stage in stages:
-        (found, *_) = pool.run(in_dzero, ranks, habit, stage, microbatches, tiers)
-        far = {name: (found[name] - value).abs().max().item() for name, value in expected.items()}
-        assert {name: gap for name, gap in far.items() if not gap <= TOLERANCE} == {}, (stage, habit)
-
-
-@pytest.mark.product(keep=8)
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_habit_of_torch_users_gives_what_torch_gives(pool: Pool, habit: str, ranks: int, microbatches: int) -> None:
-    check(pool, habit, ranks, microbatches, (0, 1, 2, 3), {})
+LIMIT = 0.01
+EDITS: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda param: param.clamp_(-LIMIT, LIMIT),
+    "of data": lambda param: param.data.clamp_(-LIMIT, LIMIT),
+    "by foreach": lambda param: (
+        torch._foreach_clamp_max_([param], LIMIT),
+        torch._foreach_clamp_min_([param], -LIMIT),
+    ),
+    "copied": lambda param: param.copy_(param.clamp(-LIMIT, LIMIT)),
+}
+ALL = {**HOST, "param": "host"}
+DISK = dict.fromkeys(("grad", "master", "moments"), "disk")
+RULES: dict[str, Callable[[Sharded], Any]] = {
+    "adamw": lambda sharded: AdamW(sharded, **OPTIONS),
+    "torch's AdamW": lambda sharded: TorchOptimizer(sharded, torch.optim.AdamW, lr=RATE),
+}
+"""Optimizers whose steps move an element by little more than `RATE`."""
 
 
-@pytest.mark.product(keep=3)
-@pytest.mark.parametrize("habit", HABITS)
-def test_so_it_does_where_states_are_on_the_host(pool: Pool, habit: str) -> None:
-    check(pool, habit, 2, 4, (1, 3), HOST)
+Run = tuple[int, dict[str, str], str]
+"""Stage, tiers and the edit."""
 
 
-KINDS = [
-    ("adamw", {"master": "fp32"}),
-    ("adamw", {"master": "remainder"}),
-    ("adamw", {"param": "fp32"}),
-    ("torch's AdamW", {"master": "fp32"}),
-    ("torch's AdamW", {"param": "fp32"}),
-]
+def edited(rank: int, ranks: int, rule: str, precision: dict[str, str], runs: list[Run]) -> list[dict[str, Tensor]]:
+    """Of each run: the parameters a step after all of them were clamped to `LIMIT`."""
+    found = []
+    for stage, tiers, edit in runs:
+        sharded = shard(
+            build("Net"),
+            ZeroConfig(stage=stage),
+            precision=PrecisionConfig(**precision),
+            offload=OffloadConfig(**tiers),
+            mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1),
+        )
+        optim = RULES[rule](sharded)
+        for step in range(2):
+            if step == 1:
+                with torch.no_grad():
+                    for param in sharded.model.parameters():
+                        EDITS[edit](param)
+            drawn = torch.Generator().manual_seed(10 * step + rank)
+            out = sharded.model(torch.randn(3, 4, generator=drawn))
+            mse_loss(out.float(), torch.randn(3, 2, generator=drawn)).backward()
+            optim.step()
+        optim.synchronize()
+        found.append(params_of(sharded))
+    return found
+
+
+def check_stays(params: dict[str, Tensor]) -> None:
+    """A step moves an element by at most `RATE`, and by its decay."""
+    assert max(value.abs().max().item() for value in params.values()) <= LIMIT + 2 * RATE
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize(("rule", "precision"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "precision"),
+    [
+        ("adamw", {"master": "fp32"}),
+        ("adamw", {"master": "remainder"}),
+        ("adamw", {"param": "fp32"}),
+        ("torch's AdamW", {"master": "fp32"}),
+        ("torch's AdamW", {"param": "fp32"}),
+    ],
+    ids=str,
+)
 def test_parameters_edited_between_steps_stay_edited(pool: Pool, rule: str, precision: dict[str, str]) -> None:
-    """Their masters follow, element by element; the bits are those of every stage."""
-    found = {stage: pool.run(edited, 2, stage, rule, precision, {})[0] for stage in (0, 1, 2, 3)}
-    for stage, by_edit in found.items():
-        for edit, params in by_edit.items():
-            largest = max(value.abs().max().item() for value in params.values())
-            assert largest <= LIMIT + 3 * RATE, (stage, edit)
-            assert unequal(params, found[0]["in place"]) == [], (stage, edit)
-
-
-ALL = {**HOST, "param": "host"}
-DISK = dict.fromkeys(("grad", "master", "moments"), "disk")
+    """Their masters follow, element by element; the bits are those of every stage and every way to edit."""
+    runs: list[Run] = [(stage, {}, "in place") for stage in (0, 1)] + [(3, {}, edit) for edit in EDITS]
+    first, *others = pool.run(edited, 2, rule, precision, runs)[0]
+    check_stays(first)
+    assert [unequal(each, first) for each in others] == [[]] * len(others)
 
 
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("rule", "precision", "tiers"),
     [
-        ("adamw", {"master": "fp32"}, HOST),
-        ("adamw", {"master": "fp32"}, {**HOST, "overlap": "forward"}),
-        ("adamw", {"master": "fp32"}, {**HOST, "overlap": "backward"}),
-        ("adamw", {"master": "remainder"}, HOST),
-        ("adamw", {"param": "fp32"}, HOST),
-        ("adamw", {"master": "fp32"}, ALL),
-        ("adamw", {"master": "remainder"}, {**ALL, "overlap": "forward"}),
-        ("adamw", {"param": "fp32"}, ALL),
-        ("adamw", {"master": "fp32"}, DISK),
-        ("adamw", {"param": "fp32"}, {**DISK, "param": "disk"}),
-        ("torch's AdamW", {"master": "fp32"}, HOST),
-        ("torch's AdamW", {"param": "fp32"}, ALL),
+        ("adamw", {"master": "fp32"}, [HOST, ALL, DISK]),
+        ("adamw", {"master": "remainder"}, [HOST, {**ALL, "overlap": "forward"}]),
+        ("adamw", {"param": "fp32"}, [HOST, ALL, {**DISK, "param": "disk"}]),
+        ("adamw", {"master": "fp32"}, [{**HOST, "overlap": "backward"}, {**HOST, "overlap": "forward"}]),
+        ("torch's AdamW", {"master": "fp32"}, [HOST]),
+        ("torch's AdamW", {"param": "fp32"}, [ALL]),
     ],
     ids=str,
 )
 def test_so_they_do_where_masters_live_elsewhere(
-    pool: Pool, rule: str, precision: dict[str, str], tiers: dict[str, str]
+    pool: Pool, rule: str, precision: dict[str, str], tiers: list[dict[str, str]]
 ) -> None:
-    """Bit by bit as on the device."""
-    on_device = pool.run(edited, 2, 3, rule, precision, {})[0]
-    for edit, params in pool.run(edited, 2, 3, rule, precision, tiers)[0].items():
-        assert unequal(params, on_device[edit]) == [], edit
+    """Bit by bit as on the device; the ways to edit come in turn."""
+    ways = itertools.cycle(EDITS)
+    runs: list[Run] = [(3, each, edit) for each, edit in zip([{}, *tiers], ways, strict=False)]
+    on_device, *elsewhere = pool.run(edited, 2, rule, precision, runs)[0]
+    assert [unequal(each, on_device) for each in elsewhere] == [[]] * len(tiers)
 
 
 def test_edits_of_delayed_parameters_stay(pool: Pool) -> None:
     """The update that is on its way arrives before they are made."""
-    for params in pool.run(edited, 2, 3, "adamw", {"master": "fp32"}, {**HOST, "overlap": "delayed"})[0].values():
-        assert max(value.abs().max().item() for value in params.values()) <= LIMIT + 3 * RATE
+    for params in pool.run(edited, 2, "adamw", {"master": "fp32"}, [(3, {**HOST, "overlap": "delayed"}, "of data")])[0]:
+        check_stays(params)
 
 
 class Partly(nn.Module):
@@ -107,57 +130,21 @@ class Partly(nn.Module):
         self.used, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
+        return self.used(x)
 
 
-def gradients_of_three(rank: int, ranks: int, stage: int) -> list[float]:
-    """Of the last bias in bf16, after three microbatches that each add 1."""
-    sharded = shard(nn.Sequential(Partly(), Partly()), ZeroConfig(stage=stage), precision="bf16", microbatches=3)
-    for index in range(3):
-        with sharded.microbatch(is_last=index == 2):
-            sharded.model(torch.ones(1, 4)).float().sum().backward()
-    grad = sharded.model.get_parameter("1.used.bias").grad
-    assert grad is not None
-    return [float(each) for each in whole(grad)]
+def gradients_of_three(rank: int, ranks: int) -> list[list[float]]:
+    """By stage: of the last bias in bf16, after three microbatches that each add 1."""
+    found = []
+    for stage in range(4):
+        sharded = shard(nn.Sequential(Partly(), Partly()), ZeroConfig(stage=stage), precision="bf16", microbatches=3)
+        for index in range(3):
+            with sharded.microbatch(is_last=index == 2):
+                sharded.model(torch.ones(1, 4)).float().sum().backward()
+        grad = sharded.model.get_parameter("1.used.bias").grad
+        found.append(whole(grad).tolist())
+    return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_microbatch_counts_where_a_parameter_of_the_unit_is_never_used(pool: Pool, stage: int) -> None:
-    assert pool.run(gradients_of_three, 2, stage) == [[3.0] * 4] * 2
-
-
-def of_own_data(model: nn.Module, batch: Tensor, rank: int) -> Tensor:
-    """A loss that reads whole weights beside the forward, by hand, and differs between ranks."""
-    drawn = torch.Generator().manual_seed(rank)
-    total: Tensor = small_decoders.loss_fn(model, batch)
-    for param in list(model.parameters())[::2]:
-        by_hand = whole(param) * torch.randn(param.shape, generator=drawn)
-        total = total + 0.1 * (by_hand.square().mean() + whole(param.norm()) * by_hand.detach().abs().mean())
-    return total
-
-
-def read_whole(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> dict[str, Tensor]:
-    tiers = OffloadConfig(**offload) if offload else None
-    sharded = sharded_net("even", stage=stage, param="fp32", offload=tiers)
-    optim = AdamW(sharded, **OPTIONS)  # type: ignore[arg-type]
-    for of_step in small_decoders.batches("even", steps=2, ranks=ranks, microbatches=1):
-        of_own_data(sharded.model, of_step[rank][0], rank).backward()  # type: ignore[no-untyped-call]
-        optim.step()
-    optim.synchronize()
-    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (1, {}), (2, HOST), (3, {}), (3, {"param": "host", **HOST})])
-def test_a_loss_of_a_ranks_own_data_may_read_whole_weights(pool: Pool, stage: int, offload: dict[str, str]) -> None:
-    """By itself, DTensor gives each shard the gradient of its own rank's loss."""
-    model = small_decoders.build("even")
-    optim = torch.optim.AdamW(model.parameters(), **OPTIONS)  # type: ignore[arg-type]
-    for of_step in small_decoders.batches("even", steps=2, ranks=2, microbatches=1):
-        optim.zero_grad()
-        losses = [of_own_data(model, of_step[rank][0], rank) for rank in range(2)]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        optim.step()
-    for found in pool.run(read_whole, 2, stage, offload):
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=TOLERANCE, msg=name)
+def test_every_microbatch_counts_where_a_parameter_of_the_unit_is_never_used(pool: Pool) -> None:
+    assert pool.run(gradients_of_three, 2) == [[[3.0] * 4] * 4] * 2

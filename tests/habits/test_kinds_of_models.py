@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from training_loops import params_of
 
 import dzero
 
@@ -49,26 +49,31 @@ class Noised(nn.Module):
         return self.outward(hidden)
 
 
-def of_words(step: int) -> Batch:
-    return {"input_ids": words(step), "labels": words(step)}
-
-
 def of_images(step: int) -> Batch:
     ids = words(step)
     ids[:, 1:5] = IMAGE
     return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": drawn(step, 3, 8, 8)}
 
 
-def of_classes(step: int) -> Batch:
-    return {"input_ids": words(step), "labels": words(step)[:, 0] % 3}
+BATCHES: dict[str, Callable[[int], Batch]] = {
+    "words": lambda step: {"input_ids": words(step), "labels": words(step)},
+    "images": of_images,
+    "classes": lambda step: {"input_ids": words(step), "labels": words(step)[:, 0] % 3},
+    "pairs": lambda step: {"chosen": words(step), "rejected": words(step + 50)},
+    "noise": lambda step: {
+        "picture": drawn(step, 3, 8, 8),
+        "noise": drawn(step + 50, 3, 8, 8),
+        "time": words(step)[:, 0] % 10,
+    },
+}
 
 
-def of_noise(step: int) -> Batch:
-    return {"picture": drawn(step, 3, 8, 8), "noise": drawn(step + 50, 3, 8, 8), "time": words(step)[:, 0] % 10}
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
 
 
-def of_pairs(step: int) -> Batch:
-    return {"chosen": words(step), "rejected": words(step + 50)}
+def mixtral() -> Any:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4))
 
 
 def llava() -> Any:
@@ -87,8 +92,7 @@ def bert() -> Any:
 
 
 def own_loss(model: Any, batch: Batch) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def of_noise_found(model: Any, batch: Batch) -> Tensor:
@@ -104,42 +108,30 @@ def of_preference(model: Any, batch: Batch) -> Tensor:
     return -functional.logsigmoid(0.1 * (likely[0] - likely[1])).mean()
 
 
-KINDS: dict[str, tuple[Callable[[], Any], Callable[[int], Batch], Callable[[Any, Batch], Tensor]]] = {
-    "causal": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)), of_words, own_loss),
-    "experts": (
-        lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)),
-        of_words,
-        own_loss,
-    ),
-    "vision-language": (llava, of_images, own_loss),
-    "encoder-decoder": (t5, of_words, own_loss),
-    "classification": (bert, of_classes, own_loss),
-    "preference": (
-        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)),
-        of_pairs,
-        of_preference,
-    ),
-    "diffusion": (Noised, of_noise, of_noise_found),
+KINDS: dict[str, tuple[Callable[[], Any], str, Callable[[Any, Batch], Tensor]]] = {
+    "causal": (llama, "words", own_loss),
+    "experts": (mixtral, "words", own_loss),
+    "vision-language": (llava, "images", own_loss),
+    "encoder-decoder": (t5, "words", own_loss),
+    "classification": (bert, "classes", own_loss),
+    "preference": (llama, "pairs", of_preference),
+    "diffusion": (Noised, "noise", of_noise_found),
 }
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
 def train(kind: str, model: Any, optim: Any, rank: int = 0, ranks: int = 1) -> list[float]:
-    _, batch_of, loss_of = KINDS[kind]
+    _, batch, loss_of = KINDS[kind]
     model.eval()  # without dropout, so that ranks and a single process draw the same numbers
     losses = []
     for step in range(STEPS):
-        mine = {name: rows.chunk(ranks)[rank] for name, rows in batch_of(step).items()}
+        mine = {name: rows.chunk(ranks)[rank] for name, rows in BATCHES[batch](step).items()}
         loss = loss_of(model, mine)
         loss.backward()
         optim.step()
         optim.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def whole(param: Tensor) -> Tensor:
-    return (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
 
 
 def in_torch(kind: str) -> Trained:
@@ -153,10 +145,10 @@ def in_dzero(rank: int, ranks: int, kind: str, stage: int) -> Trained:
     sharded = dzero.shard(KINDS[kind][0](), stage=stage, precision="fp32")
     losses = torch.tensor(train(kind, sharded.model, dzero.AdamW(sharded, lr=1e-3, eps=1e-4), rank, ranks))
     dist.all_reduce(losses)
-    return (losses / ranks).tolist(), {name: whole(param) for name, param in sharded.model.named_parameters()}
+    return (losses / ranks).tolist(), params_of(sharded)
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/habits/test_models_and_loops.py::test_a_model_gives_what_torch_gives")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_of_ones_own_trains_it_as_torch_does(pool: Pool, kind: str, stage: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import small_decoders
 import torch
-from loops_of_torch import HOST, whole
+import torch.distributed as dist
+from models_of_torch import HOST, LOOPS, OPTIONS, Training, batches_of, build, sharded_of, whole
 from pool import Pool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -16,128 +19,98 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from training_loops import backward, sharded_net, train
+from torch.distributed.tensor import distribute_tensor
+from training_loops import backward, params_of, sharded_net, train
 
-from dzero import AdamW, Muon, OffloadConfig, Sharded, TorchOptimizer
-from dzero.optim.base import MasterOptimizer
+from dzero import AdamW, Muon, OffloadConfig, Sharded, TorchOptimizer, shard
 
 SGD = {"lr": 0.1, "momentum": 0.9}
+Edit = Callable[[torch.optim.Optimizer, nn.Module, int], None]
 
 
-def move(groups: list[dict[str, Any]]) -> None:
-    groups[1]["params"].append(groups[0]["params"].pop(0))
+def move(optim: torch.optim.Optimizer, model: nn.Module, step: int) -> None:
+    """A parameter goes from one group to another."""
+    if step == 2:
+        optim.param_groups[1]["params"].append(optim.param_groups[0]["params"].pop(0))
 
 
-def remove(groups: list[dict[str, Any]]) -> None:
-    groups[0]["params"].pop(0)
+def remove_group(optim: torch.optim.Optimizer, model: nn.Module, step: int) -> None:
+    if step == 2:
+        optim.param_groups.pop(0)
 
 
-def remove_group(groups: list[dict[str, Any]]) -> None:
-    groups.pop(0)
+def take_out(optim: torch.optim.Optimizer, model: nn.Module, step: int) -> None:
+    """A parameter is taken out of its group, another is added, and then the first one comes back with its states."""
+    first, second, *_ = model.parameters()
+    if step == 1:
+        optim.param_groups[0]["params"].pop(0)
+    if step == 2:
+        optim.add_param_group({"params": [second]})
+    if step == 3:
+        optim.add_param_group({"params": [first]})
+        optim.param_groups[-1]["params"].pop(0)
+        optim.param_groups.pop()
+        optim.add_param_group({"params": [first]})  # at once
 
 
-EDITS: dict[str, Callable[[list[dict[str, Any]]], None]] = {
-    each.__name__: each for each in (move, remove, remove_group)
-}
+EDITS: dict[str, Edit] = {each.__name__: each for each in (take_out, move, remove_group)}
 
 
-def halves(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    half = len(params) // 2
-    return [{"params": params[:half]}, {"params": params[half:], "lr": 0.0}]
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """All parameters but the second one, of which the later ones do not move."""
+    first, _, *rest = model.parameters()
+    return [{"params": [first, *rest[:4]]}, {"params": rest[4:], "lr": 0.0}]
 
 
-def regrouped(rank: int, ranks: int, edit: str, offload: dict[str, str]) -> dict[str, torch.Tensor]:
-    tiers = OffloadConfig(**offload) if offload else None
-    sharded = sharded_net("even", stage=2, param="fp32", offload=tiers)
-    optim = TorchOptimizer(sharded, torch.optim.SGD, halves([*sharded.model.parameters()]), **SGD)
-    for step, of_step in enumerate(small_decoders.batches("even", steps=4, ranks=ranks, microbatches=1)):
-        backward(sharded, optim, of_step[rank])
-        optim.step()
-        if step == 1:
-            EDITS[edit](optim.param_groups)
-    optim.synchronize()
-    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
-
-
-@pytest.mark.parametrize("offload", [{}, HOST], ids=["device", "host"])
-@pytest.mark.parametrize("edit", EDITS)
-def test_lists_of_parameter_groups_may_be_edited(pool: Pool, edit: str, offload: dict[str, str]) -> None:
-    model = small_decoders.build("even")
-    optim = torch.optim.SGD(halves([*model.parameters()]), **SGD)
-    for step, of_step in enumerate(small_decoders.batches("even", steps=4, ranks=2, microbatches=1)):
-        optim.zero_grad()
-        model.zero_grad()
-        losses = [small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        optim.step()
-        if step == 1:
-            EDITS[edit](optim.param_groups)
-    found = pool.run(regrouped, 2, edit, offload)[0]
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6, msg=name)
-
-
-def taken_out(rank: int, ranks: int, rule: str, offload: dict[str, str]) -> dict[str, Any]:
-    """A parameter is taken out of its group, others are added, and then it comes back."""
-    tiers = OffloadConfig(**offload) if offload else None
-    sharded = sharded_net("even", stage=2, param="fp32", offload=tiers)
-    first, second, *rest = sharded.model.parameters()
-    params = [first, *rest]
-    optim: MasterOptimizer
-    if rule == "adamw":
-        optim = AdamW(sharded, params, lr=1e-3, max_norm=1e-3)
-    else:
-        optim = TorchOptimizer(sharded, torch.optim.SGD, params, max_norm=1e-3, **SGD)
+def regroup(model: nn.Module, optim: Any, edit: str, own: int | None) -> dict[str, Any]:
+    """Train on all ranks' rows, or on those of one; norms, parameters, and the states of the first one."""
     norms = []
-    for step, of_step in enumerate(small_decoders.batches("even", steps=5, ranks=ranks, microbatches=1)):
-        backward(sharded, optim, of_step[rank])
-        if step == 1:
-            optim.param_groups[0]["params"].pop(0)
-        if step == 2:
-            optim.add_param_group({"params": [second]})
-        if step == 3:
-            optim.add_param_group({"params": [first]})
-            optim.param_groups[-1]["params"].pop(0)
-            optim.param_groups.pop()
-            optim.add_param_group({"params": [first]})  # at once
-        grads = [param.grad for group in optim.param_groups for param in group["params"] if param.grad is not None]
-        norm = float(whole(nn.utils.get_total_norm(grads)))
-        optim.step()
-        assert optim.last_decision is not None
-        norms.append(optim.last_decision.norm / norm)
-    states = {key: whole(value).clone() for key, value in optim.state[first].items() if value.ndim}
-    return {"norms": norms, "first": whole(first.detach()).clone(), **states}
-
-
-@pytest.mark.parametrize("offload", [{}, HOST], ids=["device", "host"])
-@pytest.mark.parametrize("rule", ["adamw", "sgd"])
-def test_a_parameter_that_was_taken_out_comes_back_with_its_states(
-    pool: Pool, rule: str, offload: dict[str, str]
-) -> None:
-    model = small_decoders.build("even")
-    first, second, *rest = model.parameters()
-    kind, options = (torch.optim.AdamW, {"lr": 1e-3}) if rule == "adamw" else (torch.optim.SGD, SGD)
-    optim = kind([first, *rest], **options)
-    for step, of_step in enumerate(small_decoders.batches("even", steps=5, ranks=2, microbatches=1)):
+    for step in range(5):
         model.zero_grad()
-        torch.stack([small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]).mean().backward()  # type: ignore[no-untyped-call]
-        if step == 1:
-            optim.param_groups[0]["params"].pop(0)
-        if step in (2, 3):
-            optim.add_param_group({"params": [second if step == 2 else first]})
-        nn.utils.clip_grad_norm_([param for group in optim.param_groups for param in group["params"]], 1e-3)
+        (batch,) = batches_of(step, 2, 1, own=own, together=own is None)
+        Training(model, optim).loss(batch).backward()
+        EDITS[edit](optim, model, step)
+        if own is None:
+            norms.append(nn.utils.clip_grad_norm_([p for g in optim.param_groups for p in g["params"]], CLIP))
         optim.step()
-    for found in pool.run(taken_out, 2, rule, offload):
-        assert found["norms"] == pytest.approx([1] * 5, rel=1e-5)
-        torch.testing.assert_close(found["first"], first.detach(), rtol=0, atol=1e-6)
-        for key in ("exp_avg", "exp_avg_sq") if rule == "adamw" else ("momentum_buffer",):
-            torch.testing.assert_close(found[key], optim.state[first][key], rtol=1e-4, atol=1e-10, msg=key)
+        if own is not None:
+            norms.append(torch.tensor(optim.last_decision.norm))
+    first, *_ = model.parameters()
+    states = {key: whole(value).clone() for key, value in optim.state[first].items() if key in STATES}
+    params = {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+    return {**params, **states, "norms": torch.stack(norms).float()}
+
+
+CLIP, STATES = 0.1, ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def regrouped(rank: int, ranks: int, edit: str, rule: str, offload: dict[str, str]) -> dict[str, Any]:
+    sharded = sharded_of("Net", 2, offload=offload)
+    groups = groups_of(sharded.model)
+    if rule == "adamw":
+        return regroup(sharded.model, AdamW(sharded, groups, max_norm=CLIP, **OPTIONS), edit, rank)
+    optim = TorchOptimizer(sharded, torch.optim.SGD, groups, max_norm=CLIP, **SGD)
+    return regroup(sharded.model, optim, edit, rank)
+
+
+@pytest.mark.product(keep=4)
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("offload", [{}, HOST], ids=["device", "host"])
+def test_lists_of_parameter_groups_may_be_edited(pool: Pool, edit: str, rule: str, offload: dict[str, str]) -> None:
+    """Norms are those of the parameters that are in groups; states wait for a parameter that comes back."""
+    model = build("Net")
+    kind, options = (torch.optim.AdamW, OPTIONS) if rule == "adamw" else (torch.optim.SGD, SGD)
+    expected = regroup(model, kind(groups_of(model), **options), edit, None)
+    for found in pool.run(regrouped, 2, edit, rule, offload):
+        for name, value in expected.items():  # gradients are sums of fp32 in another order; rates are at most 0.1
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def refused(rank: int, ranks: int) -> list[str]:
     """What is said of a parameter in a list by hand, of settings of another AdamW, and of another rule."""
 
-    def told(sharded: Sharded, optim: MasterOptimizer, edit: Callable[[], object]) -> str:
+    def told(sharded: Sharded, optim: Any, edit: Callable[[], object]) -> str:
         train(sharded, optim, steps=1)
         edit()
         for _ in range(2):  # and again
@@ -158,8 +131,9 @@ def refused(rank: int, ranks: int) -> list[str]:
     with pytest.raises(ValueError, match="amsgrad=True") as error:
         AdamW(sharded, [{"params": [*sharded.named_params().values()], "amsgrad": True}])
     messages.append(str(error.value))
-    muon = Muon(sharded_net("even", stage=2))
-    messages.append(told(muon._sharded, muon, lambda: muon.param_groups[0].update(rule="adamw")))
+    sharded = sharded_net("even", stage=2)
+    muon = Muon(sharded)
+    messages.append(told(sharded, muon, lambda: muon.param_groups[0].update(rule="adamw")))
     return messages
 
 
@@ -172,70 +146,60 @@ def test_edits_of_groups_that_cannot_be_followed_are_refused(pool: Pool) -> None
     assert "states of rule='muon'" in muon
 
 
-def loaded_without(rank: int, ranks: int) -> bool:
-    """A parameter is taken out of its group, and a state dict of such groups is loaded; its own states stay."""
+def loaded(rank: int, ranks: int) -> tuple[bool, list[str], bool]:
+    """A state dict of groups without a parameter leaves its states; hooks that were called; and a full one."""
     sharded = sharded_net("even", stage=2, param="fp32")
     first, *_ = sharded.model.parameters()
-    optim = TorchOptimizer(sharded, torch.optim.SGD, **SGD)
+    optim, seen = TorchOptimizer(sharded, torch.optim.SGD, **SGD), list[str]()
     train(sharded, optim, steps=1)
     saved, before = optim.state_dict(), whole(optim.state[first]["momentum_buffer"]).clone()
     optim.param_groups[0]["params"].pop(0)
     saved["param_groups"][0]["params"].pop(0)
-    optim.load_state_dict(saved)
-    return torch.equal(whole(optim.state[first]["momentum_buffer"]), before)
-
-
-def test_states_are_loaded_beside_a_parameter_that_was_taken_out(pool: Pool) -> None:
-    assert pool.run(loaded_without, 2) == [True, True]
-
-
-def hooked(rank: int, ranks: int) -> list[str]:
-    sharded = sharded_net("even", stage=2)
-    optim, seen = AdamW(sharded), list[str]()
     optim.register_load_state_dict_pre_hook(lambda _, state_dict: seen.append("before"))
     optim.register_load_state_dict_pre_hook(lambda _, state_dict: seen.append("first"), prepend=True)
     removed = optim.register_load_state_dict_post_hook(lambda _: seen.append("removed"))
     optim.register_load_state_dict_post_hook(lambda _: seen.append("after"))
     removed.remove()
-    optim.load_state_dict(optim.state_dict())
-    return seen
+    optim.load_state_dict(saved)
+    stays = torch.equal(whole(optim.state[first]["momentum_buffer"]), before)
+
+    sharded = sharded_net("even", stage=2, master="remainder")
+    adamw = AdamW(sharded)
+    train(sharded, adamw, steps=1)
+    full = get_optimizer_state_dict(sharded.model, adamw, options=StateDictOptions(full_state_dict=True))
+    param = next(iter(sharded.named_params()))
+    return stays, seen, bool(full["state"][param]["remainder"].any())
 
 
-def test_hooks_of_load_state_dict_are_called(pool: Pool) -> None:
-    assert pool.run(hooked, 1) == [["first", "before", "after"]]
+def test_states_are_loaded_with_hooks_beside_what_was_taken_out_and_full_ones_have_remainders(pool: Pool) -> None:
+    assert pool.run(loaded, 2) == [(True, ["first", "before", "after"], True)] * 2
 
 
 def of_torch(rank: int, ranks: int, saved: dict[str, Any], weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Go on from a state dict of torch, in one process, of another class than AdamW."""
-    sharded = sharded_net("even", stage=3, param="fp32", offload=OffloadConfig(**HOST))
+    sharded = sharded_of("Net", 3, offload=HOST)
     optim = TorchOptimizer(sharded, torch.optim.SGD, **SGD)
-    with torch.no_grad():
-        for name, param in sharded.named_params().items():
-            param.copy_(torch.distributed.tensor.distribute_tensor(weights[name], param.device_mesh, param.placements))
+    sharded.model.load_state_dict({  # shards of this rank
+        name: distribute_tensor(weights[name], param.device_mesh, param.placements)
+        for name, param in sharded.named_params().items()
+    })  # fmt: skip
     optim.load_state_dict(saved)
-    train(sharded, optim, steps=1, seed=1)
+    LOOPS["plain"](Training(sharded.model, optim, sharded), batches_of(1, ranks, 1, own=rank))
     optim.synchronize()
     assert optim.param_groups[0]["updates"] == 2
-    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
+    return params_of(sharded)
 
 
 def test_a_state_dict_of_torch_is_taken_in_by_its_class(pool: Pool) -> None:
-    model = small_decoders.build("even")
+    model = build("Net")
     optim = torch.optim.SGD(model.parameters(), **SGD)
-    saved, weights = dict[str, Any](), dict[str, torch.Tensor]()
-    for seed in range(2):
-        (of_step,) = small_decoders.batches("even", steps=1, ranks=2, microbatches=1, seed=seed)
-        losses = [small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]
-        optim.zero_grad()
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        optim.step()
-        if seed == 0:
-            saved = {**optim.state_dict(), "state": {k: {**v} for k, v in optim.state_dict()["state"].items()}}
-            saved["state"] = {k: {key: each.clone() for key, each in v.items()} for k, v in saved["state"].items()}
-            weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    found = pool.run(of_torch, 2, saved, weights)[0]
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6, msg=name)
+    LOOPS["plain"](Training(model, optim), batches_of(0, 2, 1, together=True))
+    saved = copy.deepcopy(optim.state_dict())
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    LOOPS["plain"](Training(model, optim), batches_of(1, 2, 1, together=True))
+    for found in pool.run(of_torch, 2, saved, weights):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6, msg=name)
 
 
 def from_rank_0(rank: int, ranks: int) -> str:
@@ -259,19 +223,6 @@ def test_a_full_state_dict_without_the_states_of_other_owners_is_refused(pool: P
     _, told = pool.run(from_rank_0, 2)
     assert "has no states of the parameters that this rank owns" in told
     assert "dzero.Checkpointer" in told
-
-
-def remainders(rank: int, ranks: int) -> bool:
-    sharded = sharded_net("even", stage=2, master="remainder")
-    optim = AdamW(sharded)
-    train(sharded, optim, steps=1)
-    full = get_optimizer_state_dict(sharded.model, optim, options=StateDictOptions(full_state_dict=True))
-    param = next(iter(sharded.named_params()))
-    return bool(full["state"][param]["remainder"].any())  # type: ignore[index, call-overload]
-
-
-def test_a_full_state_dict_has_remainders(pool: Pool) -> None:
-    assert pool.run(remainders, 2) == [True, True]
 
 
 def unscaled(rank: int, ranks: int, offload: dict[str, str]) -> dict[str, Any]:
@@ -308,19 +259,57 @@ def unscaled(rank: int, ranks: int, offload: dict[str, str]) -> dict[str, Any]:
         told["norm"] = float(whole(nn.utils.clip_grad_norm_(params, 0.1)))
         optim.step()
         decision = optim.last_decision
-        assert decision is not None
         told |= {"left": decision.norm, "factor": decision.factor, "next": optim.grad_scale}
     return told
 
 
-@pytest.mark.parametrize("offload", [{}, HOST], ids=["device", "host"])
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("offload", [HOST, {}], ids=["host", "device"])
 def test_fp16_gradients_are_clipped_by_torch_once_they_are_unscaled(pool: Pool, offload: dict[str, str]) -> None:
     told, other = pool.run(unscaled, 2, offload)
     assert told == other
     model = small_decoders.build("even")
     (of_step,) = small_decoders.batches("even", steps=1, ranks=2, microbatches=1)
-    torch.stack([small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]).mean().backward()  # type: ignore[no-untyped-call]
+    torch.stack([small_decoders.loss_fn(model, of_step[rank][0]) for rank in range(2)]).mean().backward()
     norm = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     assert told["norm"] == pytest.approx(norm, rel=1e-2)
     assert told["left"] == pytest.approx(0.1, rel=1e-3)
     assert (told["factor"], told["next"]) == (1.0, 65536.0)
+
+
+OPTIMIZERS: dict[str, Callable[[Sharded], Any]] = {
+    "AdamW": AdamW,
+    "SGD": lambda sharded: TorchOptimizer(sharded, torch.optim.SGD, **SGD),
+}
+
+
+def told_of_the_first_ranks_file(rank: int, ranks: int, offload: str, rule: str) -> list[str]:
+    """Load model and optimizer from this rank's file of `torch.save`, then from the first one's; what those raise."""
+    sharded = shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), stage=3, offload=offload)
+    optim = OPTIMIZERS[rule](sharded)
+    sharded.model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optim.step()
+    file = io.BytesIO()
+    torch.save([sharded.model.state_dict(), optim.state_dict()], file)
+    files = [b""] * ranks
+    dist.all_gather_object(files, file.getvalue())
+    told = []
+    for content in (files[rank], files[0]):
+        saved = torch.load(io.BytesIO(content), weights_only=False)
+        for into, states in zip((sharded.model, optim), saved, strict=True):
+            try:
+                into.load_state_dict(states)
+            except ValueError as error:
+                told.append(str(error))
+    return told
+
+
+@pytest.mark.product(keep=2)
+@pytest.mark.parametrize(
+    ("offload", "rule"), [("none", "AdamW"), ("none", "SGD"), ("host_all", "SGD"), ("host_all", "AdamW")]
+)
+def test_shards_of_another_rank_are_refused(pool: Pool, offload: str, rule: str) -> None:
+    first, second = pool.run(told_of_the_first_ranks_file, 2, offload, rule)
+    assert first == []
+    assert len(second) == 2
+    assert all("of the rank at [0] along the sharded axes, where this rank is at [1]" in each for each in second)

@@ -6,13 +6,16 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops_of_torch import HOST, OPTIONS, whole
-from models_of_torch import LOOPS, Boxed, Net, Training, batches_of, build, sharded_of
+from many_cells import STAGES, of_all, of_cells
+from models_of_torch import HOST, LOOPS, OPTIONS, Net, Training, batches_of, build, sharded_of, whole
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,10 +24,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel
-from training_loops import snapshot, unequal
+from training_loops import params_of, snapshot, unequal
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard, take_mesh
-from dzero.utils.torch_internals import RELEASE
+
+ALL_ON_HOST = {"param": "host", **HOST}
+AT_STAGE_3: list[tuple[int, dict[str, str]]] = [(3, {}), (3, HOST)]
+ON_DEVICE: list[tuple[int, dict[str, str]]] = [(stage, {}) for stage in range(4)]
+TIERS: list[tuple[int, dict[str, str]]] = [(0, {}), (1, {}), (2, HOST), (3, {}), (3, ALL_ON_HOST)]
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """What an error says; nothing where there is none."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def stepped(sharded: Sharded, optim: Any, *rows: Tensor) -> None:
+    sharded.model(*(rows or [torch.ones(2, 4)])).sum().backward()
+    optim.step()
 
 
 class Chosen(nn.Module):
@@ -36,8 +57,7 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = 2 * dist.get_rank()
-        out: Tensor = x + self.experts[first](x) + self.experts[first + 1](x)
-        return out
+        return x + self.experts[first](x) + self.experts[first + 1](x)
 
 
 def model_of(stage: int) -> Sharded:
@@ -52,10 +72,9 @@ def step_of(sharded: Sharded, optim: AdamW) -> str:
     """What a step that must change nothing is told; the states are those before."""
     before = snapshot(sharded, optim)
     sharded.model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-    with pytest.raises((RuntimeError, ValueError)) as told:
-        optim.step()
+    told = said_by(optim.step)
     assert unequal(snapshot(sharded, optim), before) == []
-    return str(told.value)
+    return told
 
 
 def other_experts(rank: int, ranks: int, stage: int) -> str:
@@ -63,154 +82,84 @@ def other_experts(rank: int, ranks: int, stage: int) -> str:
     return step_of(sharded, AdamW(sharded))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool, stage: int) -> None:
-    for told in pool.run(other_experts, 2, stage):
+def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool) -> None:
+    for told in of_all(pool, 2, other_experts, STAGES):
         assert "or other modules of them" in told
         assert "zero.unused=union" in told
         assert re.search(r"rank 0: gradients of all parameters but 1\.experts\.2\.weight, 1\.experts\.2\.bias", told)
         assert re.search(r"rank 1: gradients of all parameters but 1\.experts\.0\.weight", told)
 
 
-class Writes(nn.Module):
-    """A unit that takes its input from a dict or list and writes into that, or returns a new one."""
+class Keeps(nn.Module):
+    """A unit that takes its input from a dict or list, writes its output into that, and returns nothing."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.how, self.linear = how, nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8)
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, given: Any) -> None:
         key = "x" if isinstance(given, dict) else 0
-        if self.how == "new":
-            return {"x": self.linear(given[key])}
         given[key] = self.linear(given[key])
-        return given if self.how == "returned" else None
 
 
 class Passes(nn.Module):
-    """Units that hand on what is in one container. `how`: as of `Writes`, in a dict or a list."""
+    """Units that hand on what is in one container."""
 
-    def __init__(self, how: str, kind: type) -> None:
+    def __init__(self, kind: type) -> None:
         super().__init__()
-        self.kind, self.units = kind, nn.ModuleList(Writes(how) for _ in range(3))
+        self.kind, self.units = kind, nn.ModuleList(Keeps() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         given: Any = {"x": x} if self.kind is dict else [x]
         for unit in self.units:
-            returned = unit(given)
-            given = given if returned is None else returned
-        out: Tensor = given["x" if self.kind is dict else 0]
-        return out
+            unit(given)
+        return given["x" if self.kind is dict else 0]
 
 
-def passed_on(rank: int, ranks: int, stage: int, how: str, kind: type, compiled: bool = False) -> float | str:
-    """How far gradients are from plain torch's, or what is told."""
-    torch.manual_seed(0)
-    model, x = Passes(how, kind), torch.ones(2, 8)
-    plain = copy.deepcopy(model)
-    plain(x).square().sum().backward()
-    sharded = shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=make_mesh("cpu"))
-    optim = AdamW(sharded)
+def kept(rank: int, ranks: int, stage: int, kind: type, compiled: bool) -> str:
+    model = shard(Passes(kind), stage, precision="fp32").model
     for unit in model.units if compiled else ():
         unit.compile(backend="eager")
-    try:
-        sharded.model(x).square().sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    own = [whole(param.grad) for param in sharded.model.parameters() if param.grad is not None]
-    assert optim.param_groups
-    return max(
-        (one - param.grad).abs().max().item()
-        for one, param in zip(own, plain.parameters(), strict=True)
-        if param.grad is not None
-    )
+    return said_by(lambda: model(torch.ones(2, 8)).square().sum().backward())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_unit_that_writes_into_its_arguments_returns_them_or_is_refused(pool: Pool, stage: int) -> None:
-    for how, kind in (("returned", dict), ("returned", list), ("new", dict)):
-        assert pool.run(passed_on, 1, stage, how, kind) == [0.0]
-    for kind in (dict, list):
-        for compiled in (False, True):
-            (told,) = pool.run(passed_on, 1, stage, "kept", kind, compiled)
-            assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
-
-
-class AllInDataclass(nn.Sequential):
-    """A model that returns a dataclass."""
-
-    def forward(self, x: Tensor) -> Boxed:
-        return Boxed(super().forward(x))
-
-
-def boxed(rank: int, ranks: int, stage: int) -> float:
-    """How far gradients are from plain torch's, after a backward from what a dataclass holds."""
-    torch.manual_seed(0)
-    model, x = AllInDataclass(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
-    plain = copy.deepcopy(model)
-    plain(x).x.square().sum().backward()
-    precision, mesh = PrecisionConfig(param="fp32"), make_mesh("cpu")
-    sharded = shard(model, ZeroConfig(stage=stage, units=lambda _: False), precision=precision, mesh=mesh)
-    sharded.model(x).x.square().sum().backward()
-    gaps = []
-    for name, param in plain.named_parameters():
-        own = sharded.named_params()[name].grad
-        assert own is not None
-        assert param.grad is not None
-        gaps.append((whole(own) - param.grad).abs().max().item())
-    return max(gaps)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_model_may_return_a_dataclass(pool: Pool, stage: int) -> None:
-    assert pool.run(boxed, 2, stage) == [0.0, 0.0]
-
-
-HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+def test_a_unit_that_writes_into_its_arguments_and_keeps_them_is_refused(pool: Pool) -> None:
+    cells = [(1, dict, False), (3, list, False), (2, dict, True), (2, list, True)]
+    for (_, kind, _), (told,) in zip(cells, of_cells(pool, 1, kept, cells), strict=True):
+        assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
 
 
 def hooked(rank: int, ranks: int, kind: str, first: bool) -> str:
+    """What the optimizer is told of a hook that was there before it, or its step of one that came later."""
     sharded = model_of(2)
     hook = getattr(sharded.named_params()["0.weight"], kind)
     if first:
         hook(lambda _: None)
-        with pytest.raises(ValueError, match=r"0\.weight has a hook of its own") as told:
-            AdamW(sharded)
-        return str(told.value)
+        return said_by(lambda: AdamW(sharded))
     optim = AdamW(sharded)
     hook(lambda _: None)
     return step_of(sharded, optim)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before the optimizer", "after it"])
-@pytest.mark.parametrize("kind", HOOKS)
-def test_a_hook_that_would_see_gradients_before_they_are_whole_is_refused(pool: Pool, kind: str, first: bool) -> None:
-    for told in pool.run(hooked, 1, kind, first):
+def test_a_hook_that_would_see_gradients_before_they_are_whole_is_refused(pool: Pool) -> None:
+    cells = product(("register_hook", "register_post_accumulate_grad_hook"), (True, False))
+    for (told,) in of_cells(pool, 1, hooked, cells):
         assert "0.weight has a hook of its own" in told
         assert "between backward() and step()" in told
 
 
-def cut_again(rank: int, ranks: int) -> list[str]:
+def refused_at_once(rank: int, ranks: int) -> None:
+    """A model is cut once, parameters are in one group, and states of torch are of the same rule and order."""
     sharded, inner = model_of(3), build("Net")
-    fully_shard(inner.blocks[1])  # type: ignore[union-attr, operator, index]
-    told = []
-    for model in (sharded.model, inner):
-        with pytest.raises(ValueError, match="is already cut") as refused:
-            shard(model, ZeroConfig(stage=3))
-        told.append(str(refused.value))
+    fully_shard(inner.blocks[1])
+    with pytest.raises(ValueError, match=r"^the model is already cut by fully_shard\(\) or shard\(\)"):
+        shard(sharded.model, ZeroConfig(stage=3))
+    with pytest.raises(ValueError, match=r"^module blocks\.1 is already cut"):
+        shard(inner, ZeroConfig(stage=3))
     with pytest.raises(AssertionError, match="deepcopy"):
         AveragedModel(sharded.model)
     AdamW(sharded, [sharded.named_params()["0.weight"]])
-    return told
 
-
-def test_a_model_is_cut_once(pool: Pool) -> None:
-    for told in pool.run(cut_again, 1):
-        assert told[0].startswith("the model is already cut by fully_shard() or shard()")
-        assert told[1].startswith("module blocks.1 is already cut")
-
-
-def one_optimizer(rank: int, ranks: int) -> None:
     sharded = sharded_of("PartlyFrozen", 2)
     named = sharded.named_params()
     optim = AdamW(sharded, [named["head.weight"]])
@@ -222,9 +171,22 @@ def one_optimizer(rank: int, ranks: int) -> None:
         optim.add_param_group({"params": [named["head.weight"]]})
     assert len(optim.param_groups) == 1
 
+    plain, optim = build("Net"), AdamW(sharded_of("Net", 3))
+    for options, params in (({"amsgrad": True}, [*plain.parameters()]), ({}, [*plain.parameters()][::-1])):
+        theirs = torch.optim.AdamW(params, **options)
+        plain(torch.ones(2, 4)).sum().backward()
+        theirs.step()
+        with pytest.raises(ValueError, match=r"the state dict of torch\.optim has"):
+            optim.load_state_dict(theirs.state_dict())
+    assert all(float(states["step"]) == 0 for states in optim.state.values())
 
-def test_groups_of_other_parameters_are_refused(pool: Pool) -> None:
-    pool.run(one_optimizer, 1)
+    plain.blocks[0].down.weight.data = plain.blocks[0].up.weight.data
+    with pytest.raises(ValueError, match=r"^blocks\.0\.down\.weight and blocks\.0\.up\.weight lie in the same memory"):
+        shard(plain, ZeroConfig(stage=3))
+
+
+def test_models_groups_and_states_that_do_not_fit_are_refused(pool: Pool) -> None:
+    pool.run(refused_at_once, 1)
 
 
 def assigned(rank: int, ranks: int, stage: int) -> list[str]:
@@ -234,193 +196,254 @@ def assigned(rank: int, ranks: int, stage: int) -> list[str]:
     with pytest.warns(UserWarning, match="copies the values"):
         sharded.model.load_state_dict(state, assign=True)
     wrong = unequal(dict(sharded.model.state_dict()), state)
-    before = {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
-    sharded.model(torch.ones(2, 4)).sum().backward()
-    optim.step()
-    after = {name: whole(param.detach()) for name, param in sharded.named_params().items()}
+    before = params_of(sharded)
+    stepped(sharded, optim)
+    after = params_of(sharded)
     return wrong + [name for name in before if torch.equal(before[name], after[name])]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_assigned_values_are_copied(pool: Pool, stage: int) -> None:
-    assert pool.run(assigned, 2, stage) == [[], []]
+def test_assigned_values_are_copied(pool: Pool) -> None:
+    assert of_cells(pool, 2, assigned, [(0,), (3,)]) == [[[], []]] * 2
 
 
-def head_apart(rank: int, ranks: int, stage: int) -> str:
-    sharded = sharded_of("Net", stage)
-    hidden = torch.ones(2, 8)
-    with pytest.raises(RuntimeError, match="head is called outside of the model's forward") as told:
-        sharded.model.head(hidden)  # type: ignore[operator]
-    return str(told.value)
+@dataclass
+class Made:
+    """A model, and what trains it."""
+
+    sharded: Sharded
+    model: Any
+    optim: Any
+
+    def backward(self) -> None:
+        self.model(ROWS).sum().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optim.step()
+
+    def keeps_its_states(self, call: Callable[[], object]) -> None:
+        """What is given up changes no state, whatever the call raises."""
+        before = snapshot(self.sharded, self.optim)
+        try:
+            call()
+        finally:
+            self.optim.zero_grad()
+            assert unequal(snapshot(self.sharded, self.optim), before) == []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_module_called_while_it_is_cut_is_told(pool: Pool, stage: int) -> None:
-    assert "make it a unit of its own" in pool.run(head_apart, 2, stage)[0]
+ROWS = torch.ones(2, 4)
 
 
-def miscounted(rank: int, ranks: int, stage: int, outside: int) -> str:
-    """What a step is told of two microbatches that were not to be the last, and so many backwards outside."""
-    sharded = sharded_of("Net", stage, microbatches=1 if outside else 3)
-    optim = AdamW(sharded)
+def misused(rank: int, ranks: int, name: str, stage: int, tiers: dict[str, str]) -> str:
+    sharded = sharded_of("Net", stage, microbatches=3 if name == "no last microbatch" else 1, offload=tiers)
+    return said_by(partial(MISUSES[name][0], Made(sharded, sharded.model, AdamW(sharded))))
+
+
+def miscount(made: Made, outside: int) -> None:
+    """Two microbatches that are not the last, and so many backwards outside of them."""
     for _ in range(2):
-        with sharded.microbatch(is_last=False):
-            sharded.model(torch.ones(2, 4)).sum().backward()
+        with made.sharded.microbatch(is_last=False):
+            made.backward()
     for _ in range(outside):
-        sharded.model(torch.ones(2, 4)).sum().backward()
-    before = snapshot(sharded, optim)
-    with pytest.raises(RuntimeError) as told:
-        optim.step()
-    assert unequal(snapshot(sharded, optim), before) == []
-    return str(told.value)
+        made.backward()
+    made.keeps_its_states(made.optim.step)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_without_its_last_microbatch_is_told_what_to_do(pool: Pool, stage: int) -> None:
-    (told,) = pool.run(miscounted, 1, stage, 0)
-    assert told.startswith("step() after 2 microbatches of which none was the last")
-    assert "under microbatch(is_last=True), or outside of microbatch()" in told
-    (told,) = pool.run(miscounted, 1, stage, 1)
-    assert told.startswith("3 microbatches in this step, but the model was laid out for one: pass microbatches=3")
+def step_under_a_graph(made: Made) -> None:
+    loss = made.model(ROWS).sum()
+    made.step()
+    made.keeps_its_states(loss.backward)
 
 
-def changed_under_a_graph(rank: int, ranks: int, stage: int, how: str) -> str:
-    """What a backward is told whose forward read other parameters, and that a repeated step is as usual."""
+def edit_under_a_graph(made: Made) -> None:
+    loss = made.model(ROWS).sum()
+    with torch.no_grad():
+        made.sharded.named_params()["blocks.1.up.weight"].mul_(0.5)
+    made.keeps_its_states(loss.backward)
+
+
+def set_later(made: Made) -> None:
+    made.step()
+    made.model.head.weight = nn.Parameter(made.model.head.weight.detach() * 0.5)
+    made.model(ROWS)
+
+
+def parametrized(made: Made) -> None:
+    register_parametrization(made.model.head, "weight", nn.Tanh())
+    said_by(made.backward)
+    made.backward()  # also if the first error was caught
+
+
+def parametrized_later(made: Made) -> None:
+    made.backward()
+    weight_norm(made.model.head)
+    made.step()
+
+
+def data_set(made: Made) -> None:
+    made.step()
+    made.model.head.weight.data = made.model.head.weight.data * 0.5
+    made.model(ROWS)
+
+
+def filled_from_a_vector(made: Made) -> None:
+    values = torch.cat([param.full_tensor().flatten() for param in made.model.parameters()])
+    torch.nn.utils.vector_to_parameters(values, made.model.parameters())
+    made.model.state_dict()
+
+
+def data_of_a_gradient(made: Made) -> None:
+    made.backward()
+    made.model.head.weight.grad.data = made.model.head.weight.grad.detach() * 2
+    made.optim.step()
+
+
+def a_gradient_kept(made: Made) -> None:
+    made.backward()
+    kept = made.model.head.weight.grad
+    made.optim.step()
+    assert float(whole(kept.sum())) != 0.0
+
+
+def an_array(made: Made) -> None:
+    made.backward()
+    grad = made.model.head.weight.grad
+    grad.to_local().numpy()[:] = 0.0
+    assert float(whole(grad.abs().sum())) == 0.0
+
+
+def a_module_replaced(made: Made) -> None:
+    made.model.head, made.optim = nn.Linear(8, 2), None
+    AdamW(made.sharded)
+
+
+def a_module_added(made: Made) -> None:
+    made.backward()
+    made.model.added = nn.Linear(2, 2)
+    said_by(made.optim.step)
+    made.optim.step()
+
+
+def replaced(name: str) -> str:
+    return rf"{re.escape(name)} was replaced by another tensor"
+
+
+SHOWN = r"optim\.state shows the states that updates use"
+CHANGED = r"its parameters were changed after the forward"
+MISUSES: dict[str, tuple[Callable[[Made], object], str, list[tuple[int, dict[str, str]]]]] = {
+    "a module alone": (
+        lambda made: made.model.head(torch.ones(2, 8)),
+        r"head is called outside of the model's forward.*make it a unit of its own",
+        ON_DEVICE,
+    ),
+    "no last microbatch": (
+        lambda made: miscount(made, 0),
+        r"step\(\) after 2 microbatches of which none was the last.*under microbatch\(is_last=True\), or outside",
+        ON_DEVICE,
+    ),
+    "more microbatches than told": (
+        lambda made: miscount(made, 1),
+        r"3 microbatches in this step, but the model was laid out for one: pass microbatches=3",
+        ON_DEVICE,
+    ),
+    "a step under a graph": (step_under_a_graph, f"unit root: {CHANGED}", ON_DEVICE),
+    "an edit under a graph": (edit_under_a_graph, rf"unit blocks\.1: {CHANGED}", ON_DEVICE),
+    "a weight set": (set_later, replaced("head.weight"), ON_DEVICE),
+    "a call with others": (
+        lambda made: (made.step(), torch.func.functional_call(made.model, {"embed.weight": torch.ones(8, 4)}, (ROWS,))),
+        replaced("embed.weight"),
+        ON_DEVICE,
+    ),
+    "a weight tied": (
+        lambda made: (setattr(made.model.blocks[1].up, "weight", made.model.blocks[0].up.weight), made.backward()),
+        replaced("blocks.1.up.weight"),
+        ON_DEVICE,
+    ),
+    "a parametrization": (parametrized, replaced("head.weight"), ON_DEVICE),
+    "a later parametrization": (parametrized_later, replaced("head.weight"), AT_STAGE_3),
+    "data set": (data_set, r".*\.data was set to another tensor", TIERS),
+    "data filled from a vector": (filled_from_a_vector, r".*\.data was set to another tensor", TIERS),
+    "states cleared": (lambda made: made.optim.state.clear(), SHOWN, AT_STAGE_3),
+    "states replaced": (lambda made: setattr(made.optim, "state", {}), SHOWN, AT_STAGE_3),
+    "a state replaced": (
+        lambda made: made.optim.state[made.model.head.weight].update(exp_avg=torch.zeros(2, 8)),
+        SHOWN,
+        AT_STAGE_3,
+    ),
+    "data of a gradient": (data_of_a_gradient, r"head\.weight\.grad\.data was set to another tensor", AT_STAGE_3),
+    "a gradient kept": (a_gradient_kept, r".*its gradient was used up by step\(\)", [(3, HOST)]),
+    "an array": (an_array, r".*read-only", [(3, HOST)]),
+    "a module replaced": (
+        a_module_replaced,
+        r"head\.weight is not one of the parameters that were sharded",
+        AT_STAGE_3,
+    ),
+    "a module added": (a_module_added, r"added\.weight is not one of the parameters that were sharded", AT_STAGE_3),
+    "an out of another size": (
+        lambda made: torch.eye(2, 8, out=made.model.head.weight.detach().to_local()),
+        r".*makes a tensor of shape \(2, 8\)",
+        AT_STAGE_3,
+    ),
+}
+"""What is done to a sharded model that would be wrong or ignored, what is said of it, and where: stage and tiers."""
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_would_be_wrong_or_ignored_is_refused(pool: Pool, name: str) -> None:
+    """In the default suite at the last stage of its list, which has most to do."""
+    _, says, cells = MISUSES[name]
+    check_refused(pool, name, cells[-1:], says)
+
+
+@pytest.mark.full("tests/habits/test_uses.py::test_what_would_be_wrong_or_ignored_is_refused")
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_would_be_wrong_or_ignored_is_refused_at_all_stages(pool: Pool, name: str) -> None:
+    _, says, cells = MISUSES[name]
+    check_refused(pool, name, cells, says)
+
+
+def check_refused(pool: Pool, name: str, cells: list[tuple[int, dict[str, str]]], says: str) -> None:
+    for told in of_all(pool, 2, misused, [(name, *cell) for cell in cells]):
+        assert re.match(says, told, re.DOTALL), told
+
+
+def right(rank: int, ranks: int, stage: int) -> list[str]:
+    """On the device a gradient may be kept, and its array written; a gathered head computes, and shards show after."""
     sharded = sharded_of("Net", stage)
-    optim, x = AdamW(sharded), torch.ones(2, 4)
-    loss = sharded.model(x).sum()
-    if how == "step":
-        sharded.model(x).sum().backward()
-        optim.step()
-    else:
-        with torch.no_grad():
-            sharded.named_params()["blocks.1.up.weight"].mul_(0.5)
-    before = snapshot(sharded, optim)
-    with pytest.raises(RuntimeError) as told:
-        loss.backward()
-    optim.zero_grad()
-    assert unequal(snapshot(sharded, optim), before) == []
-    sharded.model(x).sum().backward()
-    optim.step()
-    return str(told.value)
+    made, hidden = Made(sharded, sharded.model, AdamW(sharded)), list[Tensor]()
+    a_gradient_kept(made)
+    an_array(made)
+    hook = made.model.head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    out = made.model(ROWS)
+    hook.remove()
+    wrong = [] if stage in (0, 3) or torch.equal(made.model.head(hidden[0]), out) else ["the head"]
+    return wrong + [name for name, param in made.model.named_parameters() if not isinstance(param, DTensor)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_backward_over_parameters_that_have_changed_is_refused_as_in_torch(pool: Pool, stage: int) -> None:
-    for how, unit in (("step", "root"), ("edit", "blocks.1")):
-        for told in pool.run(changed_under_a_graph, 2, stage, how):
-            assert told.startswith(f"unit {unit}: its parameters were changed after the forward")
+def test_what_is_next_to_that_works(pool: Pool) -> None:
+    assert of_all(pool, 2, right, [(1,), (2,), (3,)]) == [[]] * 6
 
 
 def penalised(rank: int, ranks: int, stage: int) -> Tensor | str:
     """The head's gradient by a penalty on gradients, or what is told of it."""
     sharded = sharded_of("Net", stage)
-    optim, x = AdamW(sharded), torch.ones(2, 4, requires_grad=True)
-    try:
-        (grad,) = torch.autograd.grad(sharded.model(x).square().sum(), x, create_graph=True)
-    except RuntimeError as error:
-        return str(error)
-    grad.square().sum().backward()
-    found = whole(sharded.named_params()["head.weight"].grad)  # type: ignore[arg-type]
-    assert optim.param_groups
-    return found
+    x, grads = torch.ones(2, 4, requires_grad=True), list[Tensor]()
+    out = sharded.model(x).square().sum()
+    if told := said_by(lambda: grads.extend(torch.autograd.grad(out, x, create_graph=True))):
+        return told
+    grads[0].square().sum().backward()
+    return whole(sharded.named_params()["head.weight"].grad)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_penalty_works_where_nothing_is_gathered_and_is_refused_elsewhere(pool: Pool, stage: int) -> None:
+def test_a_gradient_penalty_works_where_nothing_is_gathered_and_is_refused_elsewhere(pool: Pool) -> None:
     plain, x = build("Net"), torch.ones(2, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
     grad.square().sum().backward()
-    for ranks, at in ((2, 0), (1, stage)):
-        torch.testing.assert_close(pool.run(penalised, ranks, at)[0], plain.head.weight.grad)
-    for told in pool.run(penalised, 2, stage):
-        assert told.startswith("unit root: backward with create_graph=True")
-
-
-def replaced(rank: int, ranks: int, stage: int, called: bool) -> str:
-    """What a forward is told whose model has another tensor for a parameter, for good or in a functional call."""
-    sharded = sharded_of("Net", stage)
-    model, x = sharded.model, torch.ones(2, 4)
-    model(x).sum().backward()
-    params = {name: param.detach() * 0.5 for name, param in model.named_parameters()} if called else {}
-    if not called:
-        model.head.weight = nn.Parameter(model.head.weight.detach() * 0.5)  # type: ignore[union-attr, operator]
-    with pytest.raises(RuntimeError) as told:
-        torch.func.functional_call(model, params, (x,))
-    return str(told.value)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_that_were_replaced_are_refused(pool: Pool, stage: int) -> None:
-    for called, name in ((False, "head.weight"), (True, "embed.weight")):
-        for told in pool.run(replaced, 2, stage, called):
-            assert told.startswith(f"{name} was replaced by another tensor")
-
-
-def tied_late(rank: int, ranks: int, stage: int) -> str:
-    """What the first forward is told after a weight was tied to another, or has become another's."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    sharded = shard(model, ZeroConfig(stage=stage), precision="fp32")
-    model[1].weight = model[0].weight
-    AdamW(sharded)
-    with pytest.raises(RuntimeError) as told:
-        model(torch.ones(2, 4))
-    return str(told.value)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_that_are_tied_after_shard_are_refused(pool: Pool, stage: int) -> None:
-    for told in pool.run(tied_late, 2, stage):
-        assert told.startswith("1.weight was replaced by another tensor")
-
-
-def parametrized_late(rank: int, ranks: int, stage: int, called: bool) -> str:
-    """What a forward is told after a weight was given a parametrization."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    sharded = shard(model, ZeroConfig(stage=stage), precision="fp32")
-    AdamW(sharded)
-    if called:
-        model(torch.ones(2, 4)).sum().backward()
-    register_parametrization(model[1], "weight", nn.Tanh())
-    for _ in range(2):  # also if the first error was caught
-        with pytest.raises(RuntimeError) as told:
-            model(torch.ones(2, 4))
-    return str(told.value)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_that_are_parametrized_after_shard_are_refused(pool: Pool, stage: int) -> None:
-    for called in (False, True):
-        for told in pool.run(parametrized_late, 2, stage, called):
-            assert told.startswith("1.weight was replaced by another tensor")
-
-
-def data_set(rank: int, ranks: int, stage: int, offload: bool, how: str) -> list[str]:
-    """What is said at the next forward, and at the next state dict, after `.data` of parameters was set."""
-    on_host = dict.fromkeys(("param", "grad", "master", "moments"), "host") if offload else None
-    sharded = sharded_of("Net", stage, offload=on_host)
-    model, optim = sharded.model, AdamW(sharded)
-    model(torch.ones(2, 4)).sum().backward()
-    optim.step()
-    if how == "data":
-        model.head.weight.data = model.head.weight.data * 0.5  # type: ignore[operator, union-attr]
-    else:
-        whole = torch.cat([param.full_tensor().flatten() for param in model.parameters()])  # type: ignore[operator]
-        torch.nn.utils.vector_to_parameters(whole, model.parameters())
-    told = []
-    for use in (lambda: model(torch.ones(2, 4)), model.state_dict):
-        with pytest.raises(RuntimeError) as refused:
-            use()
-        told.append(str(refused.value))
-    return told
-
-
-@pytest.mark.parametrize("how", ["data", "vector"])
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
-def test_setting_data_of_a_parameter_is_refused(pool: Pool, stage: int, offload: bool, how: str) -> None:
-    """It would be ignored, and the model would go on with its old values."""
-    for told in pool.run(data_set, 2, stage, offload, how):
-        assert all(".data was set to another tensor" in each for each in told)
+    for of_one in of_cells(pool, 1, penalised, STAGES[1:]):
+        torch.testing.assert_close(of_one[0], plain.head.weight.grad)
+    of_two, *others = of_cells(pool, 2, penalised, STAGES)
+    torch.testing.assert_close(of_two[0], plain.head.weight.grad)
+    assert all(told.startswith("unit root: backward with create_graph=True") for told in chain(*others))
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -453,10 +476,7 @@ def converted(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> lis
     optim, told = AdamW(sharded), []
     for when in ("before a step", "after it"):
         before = snapshot(sharded, optim)
-        for convert in CONVERSIONS.values():
-            with pytest.raises(RuntimeError) as refused:
-                convert(model)
-            told.append(str(refused.value))
+        told += [said_by(partial(convert, model)) for convert in CONVERSIONS.values()]
         for convert in KEPT.values():
             convert(model)
         assert unequal(snapshot(sharded, optim), before) == [], when
@@ -467,30 +487,12 @@ def converted(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> lis
     return told
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, HOST), (3, {"param": "host", **HOST})])
-def test_a_sharded_model_keeps_its_dtype(pool: Pool, stage: int, offload: dict[str, str]) -> None:
+def test_a_sharded_model_keeps_its_dtype(pool: Pool) -> None:
     """With states off the device, the optimizer would end in a KeyError; else training would go on without masters."""
-    for said in pool.run(converted, 2, stage, offload):
+    for said in of_all(pool, 2, converted, [(0, {}), (2, HOST), (3, ALL_ON_HOST)]):
         assert all("whose parameters are torch.float32 and belong to its optimizer as well" in each for each in said)
         assert said[0].startswith("Net: to(torch.bfloat16) of a sharded model")
         assert "precision.param=fp32, bf16 or fp16" in said[0]
-
-
-def head_again(rank: int, ranks: int, stage: int) -> bool:
-    """Whether the head gives the same again where a forward left it gathered, and the model shows its shards after."""
-    sharded = sharded_of("Net", stage)
-    hidden: list[Tensor] = []
-    head: Any = sharded.model.head
-    hook = head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
-    out = sharded.model(torch.ones(2, 4))
-    hook.remove()
-    same = torch.equal(head(hidden[0]), out)
-    return same and all(isinstance(param, DTensor) for param in sharded.model.parameters())
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_module_called_while_it_is_gathered_computes(pool: Pool, stage: int) -> None:
-    assert pool.run(head_again, 2, stage) == [True, True]
 
 
 def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
@@ -505,14 +507,14 @@ def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
 
     model(x)
     look("a forward")
-    model.blocks[0](torch.ones(2, 8))  # type: ignore[operator, index]
+    model.blocks[0](torch.ones(2, 8))
     look("a unit's forward")
     with sharded.microbatch(is_last=False):
         loss = model(x).sum()
         look("a forward of a microbatch")
         loss.backward()
         look("its backward")
-    hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)  # type: ignore[operator, index]
+    hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
     with suppress(ZeroDivisionError):
         model(x)
     look("a forward that raised")
@@ -520,42 +522,38 @@ def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_model_shows_its_shards_outside_of_forward_and_backward(pool: Pool, stage: int) -> None:
-    assert pool.run(shown_after, 2, stage) == [[], []]
+def test_a_model_shows_its_shards_outside_of_forward_and_backward(pool: Pool) -> None:
+    assert of_cells(pool, 2, shown_after, STAGES) == [[[], []]] * 4
 
 
 class Widening(Net):
-    """fp32 between its blocks, and beside them a table in fp32."""
+    """fp32 between its blocks."""
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         x = self.embed(x).float()
         for block in self.blocks:
             x = block(x).float() + x
-        out: Tensor = self.head(x.bfloat16())
-        return out
+        return self.head(x.bfloat16())
 
 
-def widened(rank: int, ranks: int, stage: int) -> tuple[Tensor, bool]:
+def widened(rank: int, ranks: int, stage: int) -> tuple[Tensor, list[torch.dtype]]:
     torch.manual_seed(0)
     sharded = shard(Widening(), ZeroConfig(stage=stage), mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1))
-    optim = AdamW(sharded)
-    seen = []
-    sharded.model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))  # type: ignore[operator, index, union-attr]
-    sharded.model(torch.full((2, 4), float(rank))).sum().backward()
-    optim.step()
-    return whole(sharded.named_params()["embed.weight"].detach()), seen == [torch.bfloat16]
+    optim, seen = AdamW(sharded), list[torch.dtype]()
+    sharded.model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    stepped(sharded, optim, torch.full((2, 4), float(rank)))
+    return whole(sharded.named_params()["embed.weight"].detach()), seen
 
 
 def test_units_take_the_dtype_that_they_work_in(pool: Pool) -> None:
-    found = [pool.run(widened, 2, stage)[0] for stage in (0, 1, 2, 3)]
-    assert all(cast and torch.equal(weight, found[0][0]) for weight, cast in found)
+    found = of_all(pool, 2, widened, STAGES)
+    assert all(seen == [torch.bfloat16] and torch.equal(weight, found[0][0]) for weight, seen in found)
 
 
 def on_a_mesh_of_its_own(rank: int, ranks: int) -> list[dict[str, Tensor]]:
     found = []
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
+    flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
     with pytest.raises(ValueError, match=r"name each of them once, as one of \('replicate', 'shard'\)"):
         take_mesh(square, {"shard": "dp_shard"})
     with pytest.raises(ValueError, match=r"or say which they are: dzero\.take_mesh\(mesh, \{'shard': 'dp'\}\)"):
@@ -567,14 +565,13 @@ def on_a_mesh_of_its_own(rank: int, ranks: int) -> list[dict[str, Tensor]]:
     ):
         sharded = shard(build("Net"), stage, precision="fp32", mesh=take_mesh(mesh, axes))
         optim = AdamW(sharded)
-        sharded.model(torch.full((2, 4), float(rank))).sum().backward()
-        optim.step()
-        found.append({name: whole(param.detach()).clone() for name, param in sharded.named_params().items()})
+        stepped(sharded, optim, torch.full((2, 4), float(rank)))
+        found.append(params_of(sharded))
     return found
 
 
 def test_a_mesh_of_another_library_is_taken_with_its_axes_named(pool: Pool) -> None:
-    zero, three, hybrid = pool.run(on_a_mesh_of_its_own, 4)[0]
+    zero, three, hybrid = pool.run(on_a_mesh_of_its_own, 2)[0]
     assert unequal(three, zero) == []
     assert all(torch.allclose(hybrid[name], value, atol=1e-6) for name, value in zero.items())
 
@@ -593,14 +590,14 @@ def assigned_parts(rank: int, ranks: int) -> list[str]:
         for of_parameter in (False, True):
             sharded.model(torch.full((2, 4), float(rank))).sum().backward()
             for param in sharded.model.parameters():
-                assert param.grad is not None
                 param.grad = param.detach() * 0.1 if of_parameter else param.grad * 0.5
             optim.step()
         optim.synchronize()
-        ends.append({name: whole(param.detach()).clone() for name, param in sharded.named_params().items()})
+        ends.append(params_of(sharded))
     return unequal(*ends)
 
 
+@pytest.mark.full("tests/habits/test_models_and_loops.py::test_a_loop_gives_what_torch_gives")
 def test_gradients_are_assigned_where_copies_share_states_out(pool: Pool) -> None:
     assert pool.run(assigned_parts, 4) == [[]] * 4
 
@@ -608,7 +605,7 @@ def test_gradients_are_assigned_where_copies_share_states_out(pool: Pool) -> Non
 def continued(rank: int, ranks: int, stage: int, moments: str) -> float:
     """The largest difference from torch, after it handed a model and its optimizer's state dict on."""
     plain = build("Net")
-    theirs = torch.optim.AdamW(plain.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    theirs = torch.optim.AdamW(plain.parameters(), **OPTIONS)
     training = Training(plain, theirs)
     for step in range(3):
         LOOPS["plain"](training, batches_of(step, ranks, 1, together=True))
@@ -628,10 +625,20 @@ def continued(rank: int, ranks: int, stage: int, moments: str) -> float:
     return max(float((whole(p) - expected[name]).detach().abs().max()) for name, p in sharded.named_params().items())
 
 
-@pytest.mark.parametrize(("moments", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-4), ("int8", 1e-3)])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_states_of_torchs_adamw_are_taken_in(pool: Pool, stage: int, moments: str, tolerance: float) -> None:
-    assert max(pool.run(continued, 2, stage, moments)) <= tolerance
+def test_states_of_torchs_adamw_are_taken_in(pool: Pool) -> None:
+    """Two steps of 1e-3 with moments that are rounded to 8 bits of significand, or to codes 1/64 apart, are closer."""
+    check_taken_in(pool, {(3, "fp32"): 1e-6})
+
+
+@pytest.mark.full("tests/habits/test_uses.py::test_states_of_torchs_adamw_are_taken_in")
+def test_states_of_torchs_adamw_are_taken_in_at_all_stages(pool: Pool) -> None:
+    limits = {"fp32": 1e-6, "bf16": 1e-4, "int8": 1e-3}
+    check_taken_in(pool, {(stage, kind): limit for stage in (0, 1, 2, 3) for kind, limit in limits.items()})
+
+
+def check_taken_in(pool: Pool, limits: dict[tuple[int, str], float]) -> None:
+    for limit, of_ranks in zip(limits.values(), of_cells(pool, 2, continued, [*limits]), strict=True):
+        assert max(of_ranks) <= limit
 
 
 def begun_anew(rank: int, ranks: int) -> list[tuple[float, float]]:
@@ -660,52 +667,39 @@ def test_parameters_without_states_in_torchs_begin_anew(pool: Pool) -> None:
         assert head[1] > 0.0
 
 
-def foreign(rank: int, ranks: int) -> None:
-    plain = build("Net")
-    optim = AdamW(sharded_of("Net", 3))
-    for options, params in (({"amsgrad": True}, [*plain.parameters()]), ({}, [*plain.parameters()][::-1])):
-        theirs = torch.optim.AdamW(params, **options)  # type: ignore[arg-type]
-        plain(torch.ones(2, 4)).sum().backward()
-        theirs.step()
-        with pytest.raises(ValueError, match=r"the state dict of torch\.optim has"):
-            optim.load_state_dict(theirs.state_dict())
-    assert all(float(states["step"]) == 0 for states in optim.state.values())
-
-
-def test_states_of_another_rule_or_order_are_refused(pool: Pool) -> None:
-    pool.run(foreign, 1)
-
-
 def edited_apart(rank: int, ranks: int, stage: int, replicate: int, how: str) -> str:
     """What `step` says where gradients of the copies of a shard were edited differently, or alike."""
     mesh = make_mesh("cpu", replicate=replicate)
     sharded = shard(build("Net"), ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=mesh)
     model, optim = sharded.model, AdamW(sharded)
     model(torch.ones(2, 4)).sum().backward()
-    weight: Any = model.head.weight  # type: ignore[union-attr]
+    weight: Any = model.head.weight
     if how == "loss":
         (weight.to_local().square().sum() * (1 + rank)).backward()
     elif how == "noise":
         weight.grad.to_local().add_(0.1 * rank)
     else:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    try:
-        optim.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return said_by(optim.step)
 
 
-@pytest.mark.parametrize("how", ["loss", "noise", "alike"])
-@pytest.mark.parametrize(("stage", "ranks", "replicate"), [(0, 2, 2), (1, 4, 2), (3, 4, 2)])
-def test_copies_of_a_shard_that_were_edited_apart_are_refused(
-    pool: Pool, stage: int, ranks: int, replicate: int, how: str
-) -> None:
+def test_copies_of_a_shard_that_were_edited_apart_are_refused(pool: Pool) -> None:
     """Otherwise the copies would drift apart, unseen, since all ranks agree on one norm."""
-    for told in pool.run(edited_apart, ranks, stage, replicate, how):
-        assert told.startswith("ranks that have replicas of a shard ended with different gradients") is (how != "alike")
-    if how != "alike" and stage == 0:
-        assert "of head.weight" in told
+    check_apart(pool, 2, (0,))
+
+
+@pytest.mark.full("tests/habits/test_uses.py::test_copies_of_a_shard_that_were_edited_apart_are_refused")
+def test_copies_of_hybrid_shards_that_were_edited_apart_are_refused(pool: Pool) -> None:
+    check_apart(pool, 4, (1, 3))
+
+
+def check_apart(pool: Pool, ranks: int, stages: tuple[int, ...]) -> None:
+    cells = [(stage, 2, how) for stage, how in product(stages, ("loss", "noise", "alike"))]
+    for (stage, _, how), of_ranks in zip(cells, of_cells(pool, ranks, edited_apart, cells), strict=True):
+        for told in of_ranks:
+            refused = told.startswith("ranks that have replicas of a shard ended with different gradients")
+            assert refused is (how != "alike"), told
+            assert how == "alike" or stage > 0 or "of head.weight" in told
 
 
 def largest(grad: Any) -> float:
@@ -723,37 +717,33 @@ NUMBERS: dict[str, Any] = {
 
 def numbers_of(rank: int, ranks: int, stage: int, host: bool) -> list[tuple[Any, Any]]:
     """Each number of a gradient as torch users ask for it, and that of the whole."""
-    sharded = sharded_of("Net", stage, offload=dict.fromkeys(("grad", "master", "moments"), "host") if host else None)
+    sharded = sharded_of("Net", stage, offload=HOST if host else None)
     AdamW(sharded)
-    sharded.model(torch.ones(2, 4)).sum().backward()  # type: ignore[no-untyped-call]
+    sharded.model(torch.ones(2, 4)).sum().backward()
     grad: Any = sharded.model.get_parameter("head.weight").grad
     found = []
     for number in NUMBERS.values():
-        try:
-            said = number(grad)
-        except RuntimeError as error:
-            said = str(error)
-        found.append((said, number(whole(grad))))
+        said: Any = []
+        error = said_by(lambda: said.append(number(grad)))  # noqa: B023
+        found.append((error or said[0], number(whole(grad))))
     return found
 
 
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2)])
-def test_a_number_of_one_ranks_part_of_a_gradient_is_refused(pool: Pool, stage: int, ranks: int, host: bool) -> None:
+def test_a_number_of_one_ranks_part_of_a_gradient_is_refused(pool: Pool) -> None:
     """Logs would show what differs between ranks; what loops branch on is the whole's."""
-    for found in pool.run(numbers_of, ranks, stage, host):
-        for said, true in found:
-            if stage > 0 and ranks > 1 and not isinstance(true, bool):
-                assert "call .full_tensor() of it on all ranks before" in said
-            else:
-                assert said == pytest.approx(true)
+    for ranks, cells in ((2, [(0, False), (2, True), (3, False)]), (1, [(3, True)])):
+        for (stage, _), of_ranks in zip(cells, of_cells(pool, ranks, numbers_of, cells), strict=True):
+            for said, true in chain(*of_ranks):
+                if stage > 0 and ranks > 1 and not isinstance(true, bool):
+                    assert "call .full_tensor() of it on all ranks before" in said
+                else:
+                    assert said == pytest.approx(true)
 
 
 def followed(rank: int, ranks: int, stage: int, host: bool) -> list[float]:
     """The loss of a model without an optimizer, whose parameters follow those of one that is trained."""
-    states = dict.fromkeys(("grad", "master", "moments"), "host") if host else None
-    trained, follower = (sharded_of("Net", stage, offload=states) for _ in range(2))
-    return follow(trained.model, follower.model, AdamW(trained, **OPTIONS))  # type: ignore[arg-type]
+    trained, follower = (sharded_of("Net", stage, offload=HOST if host else None) for _ in range(2))
+    return follow(trained.model, follower.model, AdamW(trained, **OPTIONS))
 
 
 def follow(model: nn.Module, follower: nn.Module, optim: torch.optim.Optimizer) -> list[float]:
@@ -772,130 +762,34 @@ def follow(model: nn.Module, follower: nn.Module, optim: torch.optim.Optimizer) 
     return losses
 
 
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_model_without_optimizer_computes_with_what_was_written_into_it(pool: Pool, stage: int, host: bool) -> None:
+def test_a_model_without_optimizer_computes_with_what_was_written_into_it(pool: Pool) -> None:
     """A target network or a teacher, which no optimizer of ours watches."""
     model, follower = build("Net"), build("Net")
-    expected = follow(model, follower, torch.optim.AdamW(model.parameters(), **OPTIONS))  # type: ignore[arg-type]
-    for losses in pool.run(followed, 2, stage, host):
+    expected = follow(model, follower, torch.optim.AdamW(model.parameters(), **OPTIONS))
+    cells = [(0, False), (3, True)]
+    for losses in of_all(pool, 2, followed, cells):
         assert losses == pytest.approx(expected, rel=1e-5)
     assert len({round(loss, 3) for loss in expected}) == 3
 
 
 def reached_last(rank: int, ranks: int, stage: int, orders: list[tuple[int, ...]]) -> Tensor:
     """The gradient of a block that only the last microbatch reaches, in bf16."""
-    sharded = shard(
-        build("Net"),
-        ZeroConfig(stage=stage),
-        mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1),
-        microbatches=len(orders),
-    )
-    model: Any = sharded.model
-    optim = AdamW(sharded)
+    mesh = make_mesh("cpu", replicate=ranks if stage == 0 else 1)
+    sharded = shard(build("Net"), ZeroConfig(stage=stage), mesh=mesh, microbatches=len(orders))
+    model = sharded.model
     for index, model.order in enumerate(orders):
         with sharded.microbatch(is_last=index == len(orders) - 1):
             model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
-    assert optim.gradients is not None
     return whole(model.blocks[1].up.weight.grad)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_last_microbatch_may_be_the_first_to_reach_a_unit(pool: Pool, stage: int) -> None:
-    for found, alone in zip(
-        pool.run(reached_last, 2, stage, [(0, 2), (0, 1, 2)]),
-        pool.run(reached_last, 2, stage, [(0, 1, 2)]),
-        strict=True,
-    ):
-        assert torch.equal(found, alone)
-        assert found.abs().max() > 0
-
-
-WORKS_ON_DEVICE = {"a gradient kept": "as it was", "an array": "it counts"}
-
-
-def passed_over(rank: int, ranks: int, how: str, host: bool) -> str:
-    """What is said of something that would be ignored."""
-    states = dict.fromkeys(("grad", "master", "moments"), "host") if host else None
-    sharded = sharded_of("Net", 3, offload=states)
-    model: Any = sharded.model
-    optim = AdamW(sharded)
-    weight = model.head.weight
-    backward = lambda: model(torch.ones(2, 4)).sum().backward()  # noqa: E731
-    backward()
-    try:
-        if how == "states cleared":
-            optim.state.clear()
-        elif how == "states replaced":
-            optim.state = {}  # type: ignore[assignment]
-        elif how == "a state replaced":
-            optim.state[weight]["exp_avg"] = torch.zeros(2, 8)
-        elif how == "data of a gradient":
-            weight.grad.data = weight.grad.detach() * 2
-            optim.step()
-        elif how == "a gradient kept":
-            kept = weight.grad
-            optim.step()
-            backward()
-            return "as it was" if not host and float(whole(kept.sum())) else str(whole(kept.sum()))
-        elif how == "a module replaced":
-            model.head = nn.Linear(8, 2)
-            del optim
-            AdamW(sharded)
-        elif how == "a module added":
-            backward()
-            model.added = nn.Linear(2, 2)
-            with suppress(RuntimeError):
-                optim.step()
-            optim.step()
-        elif how == "a parametrization":
-            weight_norm(model.head)
-            backward()
-            optim.step()
-        elif how == "an out of another size":
-            torch.eye(*weight.shape, out=weight.detach().to_local())
-        elif how == "an array":
-            weight.grad.to_local().numpy()[:] = 0.0
-            return "it counts" if float(whole(weight.grad.abs().sum())) == 0.0 else ""
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("states cleared", "optim.state shows the states that updates use"),
-        ("states replaced", "optim.state shows the states that updates use"),
-        ("a state replaced", "optim.state shows the states that updates use"),
-        ("data of a gradient", "head.weight.grad.data was set to another tensor"),
-        ("a gradient kept", "its gradient was used up by step()"),
-        ("a module replaced", "head.weight is not one of the parameters that were sharded"),
-        ("a module added", "added.weight is not one of the parameters that were sharded"),
-        ("a parametrization", "head.weight was replaced by another tensor"),
-        ("an out of another size", "makes a tensor of shape (2, 8)"),
-        ("an array", "read-only"),
-    ],
-)
-def test_what_would_be_passed_over_is_refused(pool: Pool, how: str, told: str, host: bool) -> None:
-    if not host:
-        told = WORKS_ON_DEVICE.get(how, told)
-    for said in pool.run(passed_over, 2, how, host):
-        assert told in said
-
-
-def test_parameters_tied_by_their_memory_are_refused(pool: Pool) -> None:
-    for said in pool.run(tied_by_memory, 1):
-        assert said.startswith("blocks.0.down.weight and blocks.0.up.weight lie in the same memory")
-
-
-def tied_by_memory(rank: int, ranks: int) -> str:
-    model: Any = build("Net")
-    model.blocks[0].down.weight.data = model.blocks[0].up.weight.data
-    with pytest.raises(ValueError, match="lie in the same memory") as told:
-        shard(model, ZeroConfig(stage=3))
-    return str(told.value)
+def test_the_last_microbatch_may_be_the_first_to_reach_a_unit(pool: Pool) -> None:
+    both, one = [(0, 2), (0, 1, 2)], [(0, 1, 2)]
+    cells = [(stage, orders) for stage in (0, 1, 2) for orders in (both, one)]
+    found = of_all(pool, 2, reached_last, cells)
+    assert all(grad.abs().max() > 0 for grad in found)
+    for after_another, alone in zip(found[0::4] + found[1::4], found[2::4] + found[3::4], strict=True):
+        assert torch.equal(after_another, alone)
 
 
 def loaded_alone(rank: int, ranks: int, host: bool) -> list[Tensor]:
@@ -903,7 +797,7 @@ def loaded_alone(rank: int, ranks: int, host: bool) -> list[Tensor]:
     sharded = shard(
         build("Net"),
         ZeroConfig(stage=2),
-        offload=OffloadConfig(grad="host", master="host", moments="host") if host else None,
+        offload=OffloadConfig(**HOST) if host else None,
     )
     optim = AdamW(sharded, lr=0.03)
 
@@ -924,88 +818,8 @@ def loaded_alone(rank: int, ranks: int, host: bool) -> list[Tensor]:
 
 def test_states_loaded_without_the_model_give_the_same_bits_on_every_tier(pool: Pool) -> None:
     """As in torch the parameters stay; masters that are not theirs follow them."""
-    for device, host in zip(pool.run(loaded_alone, 2, False), pool.run(loaded_alone, 2, True), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(device, host, strict=True))
-
-
-class Table(nn.Module):
-    """Positions, of which a forward returns the first: its parameter, or a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(32.0).view(4, 8) / 32)
-
-    def forward(self, count: int) -> Tensor:
-        return self.weight if count == len(self.weight) else self.weight[:count]
-
-
-class Positioned(nn.Module):
-    """A model with a unit that returns its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList([Table()])
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(x + self.tables[0](len(x))))
-        return out
-
-
-def table_returned(rank: int, ranks: int, stage: int | None) -> list[float]:
-    """Losses of a few lengths, trained and evaluated; plain torch without a stage."""
-    torch.manual_seed(0)
-    model: nn.Module = Positioned()
-    if stage is None:
-        optim: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
-    else:
-        sharded = shard(model, ZeroConfig(stage=stage), precision="fp32")
-        model, optim = sharded.model, AdamW(sharded, lr=0.1)
-    losses = []
-    for count in (3, 4, 2, 4):
-        loss = model(torch.ones(count, 8)).square().mean()
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        with torch.no_grad():
-            losses += [float(loss), float(model(torch.ones(count, 8)).mean())]
-    return losses
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_unit_may_return_its_parameter_or_a_view_of_it(pool: Pool, stage: int) -> None:
-    """FSDP2 frees the parameter after the unit, and what reads it then ends the process."""
-    expected = table_returned(0, 1, None)
-    for losses in pool.run(table_returned, 2, stage):
-        assert losses == pytest.approx(expected, rel=1e-6)
-
-
-class Cut(Positioned):
-    """The same of one row, which a function over a batch of them takes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(x + self.tables[0](1)[0]))
-        return out
-
-
-def mapped(rank: int, ranks: int, stage: int) -> bool:
-    """Whether torch.func's vmap and jvp of a sharded model give what plain torch's give."""
-    plain, x = Cut(), torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    model = shard(copy.deepcopy(plain), ZeroConfig(stage=stage), precision="fp32").model
-    plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
-    with torch.no_grad():
-        mapped_alike = torch.equal(torch.func.vmap(model)(x), torch.func.vmap(plain)(x))
-        if RELEASE < (2, 13):
-            with pytest.raises(RuntimeError, match=r"neither before torch 2\.13"):
-                torch.func.jvp(model, (x,), (x,))
-            return mapped_alike
-        pairs = zip(torch.func.jvp(model, (x,), (x,)), torch.func.jvp(plain, (x,), (x,)), strict=True)
-        return mapped_alike and all(torch.equal(one, other) for one, other in pairs)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_transforms_of_torch_take_a_sharded_model(pool: Pool, stage: int) -> None:
-    assert pool.run(mapped, 2, stage) == [True, True]
+    device, host = of_cells(pool, 2, loaded_alone, [(False,), (True,)])
+    assert all(torch.equal(one, other) for one, other in zip(chain(*device), chain(*host), strict=True))
 
 
 class Words(nn.Module):
@@ -1023,8 +837,7 @@ class Words(nn.Module):
         self.embed.sparse = how != "set to dense"
 
     def forward(self, words: Tensor) -> Tensor:
-        out: Tensor = self.head(self.embed(words))
-        return out
+        return self.head(self.embed(words))
 
 
 def sparse(rank: int, ranks: int, stage: int, how: str) -> float | str:
@@ -1037,24 +850,15 @@ def sparse(rank: int, ranks: int, stage: int, how: str) -> float | str:
         sharded = shard(model, stage, precision="fp32")
     except ValueError as error:
         return str(error)
-    optim = AdamW(sharded)
     sharded.model(words).square().sum().backward()
-    head = sharded.named_params().get("head.weight", sharded.model.embed.weight)  # type: ignore[union-attr]
-    gap = (whole(head.grad) - plain.head.weight.grad).abs().max()  # type: ignore[arg-type, operator, union-attr]
-    optim.step()
-    return float(gap)
+    head = sharded.named_params().get("head.weight", sharded.model.embed.weight)
+    return float((whole(head.grad) - plain.head.weight.grad).abs().max())
 
 
-@pytest.mark.parametrize("how", ["alone", "bag"])
-def test_an_embedding_with_sparse_gradients_is_refused(pool: Pool, how: str) -> None:
+def test_an_embedding_with_sparse_gradients_is_refused_but_where_its_gradient_is_dense_or_none(pool: Pool) -> None:
     """FSDP2 has no reduction of sparse gradients at any stage."""
-    for stage in (0, 3):
-        for told in pool.run(sparse, 2, stage, how):
-            assert str(told).startswith("embed is made with sparse=True")
-            assert "take sparse=False" in str(told)
-
-
-@pytest.mark.parametrize("how", ["tied", "frozen", "set to dense"])
-def test_it_is_taken_where_its_gradient_is_dense_or_none(pool: Pool, how: str) -> None:
-    for stage in (0, 3):
-        assert max(map(float, pool.run(sparse, 2, stage, how))) < 1e-6
+    for told in of_all(pool, 2, sparse, product((0, 3), ("alone", "bag"))):
+        assert str(told).startswith("embed is made with sparse=True")
+        assert "take sparse=False" in str(told)
+    for gap in of_all(pool, 2, sparse, product((0, 3), ("tied", "frozen", "set to dense"))):
+        assert gap < 1e-6

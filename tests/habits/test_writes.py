@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from models_of_torch import whole
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dzero import AdamW, shard
-from dzero.zero.registered_params import HASHED, _hash_of
 
-TIERS = [(0, None), (1, None), (2, None), (3, None), (3, "host_all")]
+TIERS = [(3, "host_all"), (3, None), (0, None), (1, None), (2, None)]
 LOST = "would be lost"
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def said_by(run: Any) -> str:
@@ -43,6 +40,8 @@ class Writes(nn.Module):
                 self.weight.clamp_(-0.5, 0.5)
             if self.how == "to itself":
                 self.weight.mul_(1.0)
+            if self.how == "negated":  # the bits together are as they were, in another order
+                self.weight.neg_()
             if self.how == "from data":
                 self.weight.data.copy_(self.weight.data - x.mean())
             if self.how == "set":
@@ -63,39 +62,33 @@ def step_of(model: nn.Module, optim: Any) -> Tensor:
     return whole(next(p for p in model.parameters()).detach()).clone()
 
 
-def written_in_forward(rank: int, ranks: int, stage: int, offload: str | None, how: str) -> Tensor | str:
-    """The first parameter after two steps, or what was said."""
-    sharded = shard(writing(how), stage, precision="fp32", offload=offload)
-    optim, found = AdamW(sharded, lr=0.1, weight_decay=0.0), list[Tensor]()
-    said = said_by(lambda: found.extend(step_of(sharded.model, optim) for _ in range(2)))
-    return said or found[-1]
+def written_in_forward(rank: int, ranks: int, stage: int, offload: str | None) -> dict[str, Tensor | str]:
+    """By how: the first parameter after two steps, or what was said."""
+    ends: dict[str, Tensor | str] = {}
+    for how in HOWS:
+        sharded = shard(writing(how), stage, precision="fp32", offload=offload)
+        optim, found = AdamW(sharded, lr=0.1, weight_decay=0.0), list[Tensor]()
+        said = said_by(lambda: found.extend(step_of(sharded.model, optim) for _ in range(2)))  # noqa: B023
+        ends[how] = said or found[-1]
+    return ends
 
 
-def test_a_write_that_leaves_the_bits_together_as_they_were_has_another_hash() -> None:
-    for dtype in HASHED:
-        for before in (torch.linspace(-1, 1, 35), torch.ones(8), torch.tensor(3.0)):
-            value = before.to(dtype)
-            others = value.clamp(-0.5, 0.5), -value, value * 2
-            assert _hash_of(value) == _hash_of(value.clone())
-            assert _hash_of(value) not in [_hash_of(other) for other in others]
-    assert _hash_of(torch.zeros(0, 4)) == 0
+HOWS = ("clamp", "to itself", "negated", "from data", "set", "norm")
 
 
-@pytest.mark.parametrize("how", ["clamp", "to itself", "from data", "set", "norm"])
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("stage", "offload"), TIERS)
-def test_a_write_into_a_gathered_copy_in_forward_is_refused(
-    pool: Pool, stage: int, offload: str | None, how: str
-) -> None:
-    model = writing(how)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-    expected = [step_of(model, optim) for _ in range(2)][-1]
-    for found in pool.run(written_in_forward, 2, stage, offload, how):
-        if how == "to itself" or (stage == 0 and how != "set"):
-            torch.testing.assert_close(found, expected)
-        else:
-            assert isinstance(found, str)
-            assert LOST in found
-            assert ("0.weight" if how == "norm" else "1.weight") in found
+def test_a_write_into_a_gathered_copy_in_forward_is_refused(pool: Pool, stage: int, offload: str | None) -> None:
+    for ends in pool.run(written_in_forward, 2, stage, offload):
+        for how, found in ends.items():
+            if how == "to itself" or (stage == 0 and how != "set"):
+                model = writing(how)
+                optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+                torch.testing.assert_close(found, [step_of(model, optim) for _ in range(2)][-1])
+            else:
+                assert isinstance(found, str)
+                assert LOST in found
+                assert ("0.weight" if how == "norm" else "1.weight") in found
 
 
 def rows() -> dict[str, Any]:
@@ -126,12 +119,16 @@ def through_the_whole(tensor: Tensor, write: Any) -> None:
     )
 
 
-def written_rows(rank: int, ranks: int, stage: int, offload: str | None, of_grad: bool) -> dict[str, tuple[str, bool]]:
+def written_rows(rank: int, ranks: int, stage: int, offload: str | None) -> list[dict[str, tuple[str, bool]]]:
+    return [written_rows_of(stage, offload, of_grad) for of_grad in (False, True)]
+
+
+def written_rows_of(stage: int, offload: str | None, of_grad: bool) -> dict[str, tuple[str, bool]]:
     """What each write said, and whether its values, or those of the repair, are torch's."""
     torch.manual_seed(0)
     sharded = shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), stage, precision="fp32", offload=offload)
     optim = AdamW(sharded)
-    sharded.model(torch.ones(2, 6)).sum().backward()  # type: ignore[no-untyped-call]
+    sharded.model(torch.ones(2, 6)).sum().backward()
     tensor: Any = sharded.model.get_parameter("0.weight")
     tensor = tensor.grad if of_grad else tensor
     found = {}
@@ -150,13 +147,12 @@ def written_rows(rank: int, ranks: int, stage: int, offload: str | None, of_grad
     return found
 
 
-@pytest.mark.parametrize("of_grad", [False, True], ids=["parameter", "gradient"])
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("stage", "offload"), TIERS)
-def test_a_write_into_rows_of_a_sharded_tensor_is_refused(
-    pool: Pool, stage: int, offload: str | None, of_grad: bool
-) -> None:
-    for found in pool.run(written_rows, 2, stage, offload, of_grad):
-        for name, (said, right) in found.items():
+def test_a_write_into_rows_of_a_sharded_tensor_is_refused(pool: Pool, stage: int, offload: str | None) -> None:
+    """Of a parameter, and of its gradient."""
+    for of_both in pool.run(written_rows, 2, stage, offload):
+        for name, (said, right) in (item for found in of_both for item in found.items()):
             assert right, name
             assert (LOST in said) is (stage > 0), name
 
@@ -188,6 +184,7 @@ def draw(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("stage", "offload"), TIERS)
 def test_values_drawn_after_sharding_are_those_of_one_process(pool: Pool, stage: int, offload: str | None) -> None:
     """DTensor by itself draws the same rows on every rank of a CPU."""
@@ -208,11 +205,12 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def regularized(rank: int, ranks: int, stage: int, offload: str | None, made_whole: bool) -> dict[str, Tensor]:
+def regularized(rank: int, ranks: int, stage: int, offload: str | None) -> list[dict[str, Tensor]]:
+    """Losses are added as they are, and made whole before."""
     torch.manual_seed(0)
     sharded = shard(nn.Sequential(nn.Linear(6, 9, bias=False)), stage, precision="fp32", offload=offload)
     optim = AdamW(sharded)
-    return grads_of_losses(sharded.model, optim, made_whole=made_whole)
+    return [grads_of_losses(sharded.model, optim, made_whole=made_whole) for made_whole in (False, True)]
 
 
 def grads_of_losses(model: nn.Module, optim: Any, *, made_whole: bool = False) -> dict[str, Tensor]:
@@ -223,20 +221,16 @@ def grads_of_losses(model: nn.Module, optim: Any, *, made_whole: bool = False) -
         weight = model.get_parameter("0.weight")
         penalty = loss(weight, weight.detach() * 0.5)
         (model(torch.ones(2, 6)).sum() + (whole(penalty) if made_whole else penalty)).backward()
-        assert weight.grad is not None
         found[name] = whole(weight.grad).clone()
     return found
 
 
-@pytest.mark.parametrize("made_whole", [False, True], ids=["added", "full_tensor"])
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("stage", "offload"), TIERS)
-def test_a_loss_of_a_weight_has_the_gradient_of_the_whole(
-    pool: Pool, stage: int, offload: str | None, made_whole: bool
-) -> None:
+def test_a_loss_of_a_weight_has_the_gradient_of_the_whole(pool: Pool, stage: int, offload: str | None) -> None:
     """DTensor divides the gradient of a mean by the elements of this rank's part, and cannot be added to a loss."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9, bias=False))
     expected = grads_of_losses(model, torch.optim.SGD(model.parameters()))
-    for found in pool.run(regularized, 2, stage, offload, made_whole):
-        for name, grad in expected.items():
-            torch.testing.assert_close(found[name], grad, msg=name)
+    for found, name in itertools.product(itertools.chain(*pool.run(regularized, 2, stage, offload)), expected):
+        torch.testing.assert_close(found[name], expected[name], msg=name)

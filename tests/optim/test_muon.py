@@ -1,4 +1,4 @@
-"""Muon beside AdamW trains as plain single-process training does, with the same bits at every stage.
+"""Muon beside AdamW trains as plain single-process training does, with the same bits at every stage and on every tier.
 
 Between stages not a bit differs. The oracle's products add in another order, so a parameter may end away from its own
 by a small part of how far it has moved: 4e-6 was seen after 20 steps in fp32; in bf16, whose last place may round
@@ -8,25 +8,30 @@ otherwise in every step, up to 0.044.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import small_decoders
 import torch
+from dispatch_counter import DispatchCounter
+from many_cells import of_all
 from parity_cells import DTYPES, master_of, same_numbers, whole
 from pool import Pool
 from reference_muon import Muon as PlainMuon
-from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+from training_loops import backward, masters_of, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import Muon, MuonConfig, ScalerConfig, Sharded, ZeroConfig, shard
-from dzero.optim import cpu_kernels, unsharded_updates
+import dzero
+from dzero.testing import Entry, Traffic, by_phase
 
-STEPS, LR, CLIP = 10, 3e-3, 0.5
+STEPS, LR, CLIP = 3, 3e-3, 0.5
 TOLERANCE = {"fp32": 3e-5, "bf16": 0.1}
 
 
@@ -50,19 +55,15 @@ class Run:
 
 
 RUNS = [
+    Run("uneven", 2, "fp32", 1),
+    Run("uneven", 2, "fp32", 2),
     Run("even", 1, "fp32", 1),
     Run("even", 2, "bf16", 2),
-    Run("uneven", 2, "fp32", 2),
+    Run("uneven", 2, "bf16", 1, every=True, master="remainder"),
     Run("uneven", 4, "fp32", 1, every=True),
     Run("uneven", 4, "bf16", 1, master="remainder"),
     Run("tied", 2, "bf16", 1),
     Run("frozen", 4, "fp32", 2),
-]
-PRODUCT = [
-    Run(net, ranks, precision, microbatches)
-    for net, ranks, precision, microbatches in itertools.product(
-        ("even", "uneven", "tied", "frozen"), (1, 2, 4), ("fp32", "bf16"), (1, 2)
-    )
 ]
 
 
@@ -71,7 +72,7 @@ def name(run: Run) -> str:
     return f"{run.net}-{run.precision}-M{run.microbatches}-{run.master}-{whose}-{run.ranks}ranks"
 
 
-def optimizer(sharded: Sharded, run: Run) -> Muon:
+def optimizer(sharded: dzero.Sharded, run: Run) -> dzero.Muon:
     groups = None
     if run.every:
         named = {name: p for name, p in sharded.named_params().items() if p.requires_grad}
@@ -79,7 +80,7 @@ def optimizer(sharded: Sharded, run: Run) -> Muon:
             {"params": [p for name, p in named.items() if name in run.names], "rule": "muon"},
             {"params": [p for name, p in named.items() if name not in run.names]},
         ]
-    return Muon(sharded, groups, lr=LR, max_norm=CLIP)
+    return dzero.Muon(sharded, groups, lr=LR, max_norm=CLIP)
 
 
 def stages(rank: int, ranks: int, run: Run) -> list[dict[str, Any]] | None:
@@ -89,11 +90,11 @@ def stages(rank: int, ranks: int, run: Run) -> list[dict[str, Any]] | None:
         kinds = {"param": run.precision, "master": run.master}
         sharded = sharded_net(run.net, stage=stage, microbatches=run.microbatches, **kinds)
         sharded.ledger.collective_log.check = run.ranks == 2
-        optim, norms = optimizer(sharded, run), []
+        optim, norms = optimizer(sharded, run), list[float]()
         for of_step in small_decoders.batches(run.net, steps=STEPS, ranks=ranks, microbatches=run.microbatches):
             backward(sharded, optim, of_step[rank])
             optim.step()
-            norms.append(optim.last_decision.norm)  # type: ignore[union-attr]
+            norms.append(optim.last_decision.norm)
         named = sharded.named_params()
         states = {name: optim.state[p] for name, p in named.items() if p in optim.state}
         assert {n for n, s in states.items() if "exp_avg_sq" not in s} == {*run.names}
@@ -118,7 +119,6 @@ def oracle(run: Run, early: bool) -> reference.History:
             working=working, wire=working, grad=torch.float32 if run.microbatches > 1 else working, early=early
         ),
         clip=CLIP,
-        sum_squares=lambda chunk: cpu_kernels.sum_squares([chunk.contiguous()]).item(),
         rules=dict.fromkeys(run.names, plain),
         adamw=reference.AdamW(beta2=0.95, weight_decay=0.1),
     )
@@ -130,7 +130,9 @@ def moved(run: Run, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor])
     return {name: float((got[name] - want[name]).norm() / (want[name] - start[name].detach()).norm()) for name in want}
 
 
-def check(pool: Pool, run: Run) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("run", RUNS, ids=name)
+def test_stages_have_the_same_bits_and_follow_the_oracle(pool: Pool, run: Run) -> None:
     with ThreadPoolExecutor(1) as beside:
         both = {early: beside.submit(oracle, run, early) for early in {False, run.microbatches > 1}}
         results = pool.run(stages, run.ranks, run, timeout_s=300)[0]
@@ -145,48 +147,20 @@ def check(pool: Pool, run: Run) -> None:
         assert max(far.values()) < TOLERANCE[run.precision], far
 
 
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("run", RUNS, ids=name)
-def test_stages_have_the_same_bits_and_follow_the_oracle(pool: Pool, run: Run) -> None:
-    check(pool, run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", PRODUCT, ids=name)
-def test_stages_have_the_same_bits_and_follow_the_oracle_full_product(pool: Pool, run: Run) -> None:
-    check(pool, run)
-
-
-def of_kind(rank: int, ranks: int, kinds: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-    """Whole parameters and momenta after four steps of each kind."""
-    found = []
-    for kind in kinds:
-        room = kind.pop("room", unsharded_updates.ROOM_ELEMS)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(unsharded_updates, "ROOM_ELEMS", room)
-            sharded = sharded_net("uneven", **kind)
-            optim = Muon(sharded, lr=LR, max_norm=CLIP, scaler=ScalerConfig(init=256.0))
-        train(sharded, optim, "uneven", steps=4)
-        momenta = {n: s for n, p in sharded.named_params().items() if "exp_avg" in (s := optim.state[p])}
-        rounds = torch.tensor(len(optim._unsharded._rounds))
-        found.append({**params_of(sharded), **{f"{n}.m": whole(s["exp_avg"]) for n, s in momenta.items()}})
-        found[-1]["rounds"] = rounds
-    return found
-
-
-def test_rounds_change_no_bit(pool: Pool) -> None:
-    """A room of nothing: an owner has the largest matrix at a time, or a few that are together no larger."""
-    kinds = [{"stage": stage, "param": "fp32", **room} for stage in (0, 2) for room in ({}, {"room": 0})]
-    for found in pool.run(of_kind, 4, kinds):
-        assert [int(each.pop("rounds")) for each in found] == [1, 2, 1, 2]
-        assert all(unequal(each, found[0]) == [] for each in found)
+def of_kind(rank: int, ranks: int, kind: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Whole parameters and momenta after two steps."""
+    sharded = sharded_net("uneven", **kind)
+    optim = dzero.Muon(sharded, lr=LR, max_norm=CLIP, scaler=dzero.ScalerConfig(init=256.0))
+    train(sharded, optim, "uneven", steps=2)
+    momenta = {n: s for n, p in sharded.named_params().items() if "exp_avg" in (s := optim.state[p])}
+    return {**params_of(sharded), **{f"{n}.m": whole(s["exp_avg"]) for n, s in momenta.items()}}
 
 
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize("kind", [{"moments": "bf16"}, {"param": "fp16"}], ids=str)
-def test_other_dtypes_have_the_same_bits_at_every_stage(pool: Pool, kind: dict[str, str]) -> None:
+def test_other_dtypes_have_the_same_bits_whether_or_not_anything_is_sharded(pool: Pool, kind: dict[str, str]) -> None:
     """Moments in bf16 are rounded at random; fp16 gradients are scaled."""
-    found = pool.run(of_kind, 4, [{"stage": stage, **kind} for stage in range(4)])[0]
+    found = of_all(pool, 2, of_kind, [({"stage": stage, **kind},) for stage in (0, 3)])
     momentum = found[0]["layers.0.qkv.weight.m"]
     assert momentum.dtype == (torch.bfloat16 if "moments" in kind else torch.float32)
     assert momentum.isfinite().all()
@@ -194,20 +168,17 @@ def test_other_dtypes_have_the_same_bits_at_every_stage(pool: Pool, kind: dict[s
     assert all(unequal(each, found[0]) == [] for each in found)
 
 
-def hybrid(rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Stages 2 and 3 of two copies of two shards each, put together from this rank's copy."""
-    return of_kind(rank, ranks, [{"stage": stage, "replicate": 2, "param": "fp32"} for stage in (2, 3)])
-
-
+@pytest.mark.full("tests/optim/test_muon.py::test_stages_have_the_same_bits_and_follow_the_oracle")
 def test_copies_of_hybrid_sharding_stay_copies(pool: Pool) -> None:
-    runs = pool.run(hybrid, 4)
-    assert all(unequal(each, runs[0][0]) == [] for of_rank in runs for each in of_rank)
+    """Stages 2 and 3 of two copies of two shards each, put together from each rank's copy."""
+    found = of_all(pool, 4, of_kind, [({"stage": stage, "replicate": 2, "param": "fp32"},) for stage in (2, 3)])
+    assert all(unequal(each, found[0]) == [] for each in found)
 
 
 def beside_torch(rank: int, ranks: int, muon: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
     """Three steps beside torch.optim.Muon, given our gradients; the largest difference over the largest movement."""
     sharded = sharded_net("uneven", stage=2, param="fp32")
-    optim = Muon(sharded, muon=MuonConfig(compute="bf16", **muon), lr=0.02, weight_decay=0.1)
+    optim = dzero.Muon(sharded, muon=dzero.MuonConfig(compute="bf16", **muon), lr=0.02, weight_decay=0.1)
     named = {n: p for n, p in sharded.named_params().items() if "exp_avg_sq" not in optim.state[p]}
     plain = {name: torch.nn.Parameter(whole(p)) for name, p in named.items()}
     start = {name: p.detach().clone() for name, p in plain.items()}
@@ -223,85 +194,38 @@ def beside_torch(rank: int, ranks: int, muon: dict[str, Any], theirs: dict[str, 
     return off, min(float((p.detach() - start[name]).norm()) for name, p in plain.items())
 
 
-@pytest.mark.parametrize(
-    ("muon", "theirs"),
-    [
-        ({"scale": "original"}, {"adjust_lr_fn": "original"}),
-        ({"momentum": 0.8, "nesterov": False}, {"momentum": 0.8, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
-        ({"iterations": 3}, {"ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}),
-    ],
-    ids=str,
-)
-def test_matrices_move_as_torch_muon_moves_them(pool: Pool, muon: dict[str, Any], theirs: dict[str, Any]) -> None:
+def test_matrices_move_as_torch_muon_moves_them(pool: Pool) -> None:
     """Up to a last place of bf16 here and there: torch mixes momentum by one fused operation."""
-    off, moved_least = pool.run(beside_torch, 1, muon, theirs)[0]
-    assert off < 0.01 * moved_least
+    fitting = {"adjust_lr_fn": "match_rms_adamw"}
+    still = {"momentum": 0.8, "nesterov": False}
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"scale": "original"}, {"adjust_lr_fn": "original"}),
+        (still, still | fitting),
+        ({"iterations": 3}, {"ns_steps": 3} | fitting),
+    ]
+    for off, moved_least in of_all(pool, 1, beside_torch, settings):
+        assert off < 0.01 * moved_least
 
 
-def skip(rank: int, ranks: int, stage: int) -> tuple[str, ...]:
-    """One good step, one with a gradient of infinity on rank 1, one good step."""
-    sharded = sharded_net("even", stage=stage)
-    optim = Muon(sharded, lr=LR, max_norm=CLIP)
-    first, second, third = small_decoders.batches("even", steps=3, ranks=ranks, microbatches=1)
-    backward(sharded, optim, first[rank])
-    optim.step()
-    before = snapshot(sharded, optim)
-    handle = sharded.model.layers[1].qkv.register_full_backward_hook(spoil) if rank == 1 else None
-    backward(sharded, optim, second[rank])
-    if handle is not None:
-        handle.remove()
-    optim.step()
-    assert optim.last_decision is not None
-    assert unequal(snapshot(sharded, optim), before) == []
-    nonfinite_params = optim.last_decision.nonfinite_params
-    backward(sharded, optim, third[rank])
-    optim.step()
-    changed = unequal(snapshot(sharded, optim), before)
-    assert {f"layers.{n}.qkv.weight.exp_avg" for n in range(3)} <= {*changed}
-    assert all(torch.isfinite(each.float()).all() for each in snapshot(sharded, optim).values())
-    return nonfinite_params
-
-
-def spoil(module: torch.nn.Module, into: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> Any:
-    return (torch.full_like(into[0], math.inf),)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_with_an_infinite_gradient_changes_no_bit(pool: Pool, stage: int) -> None:
-    one, other = pool.run(skip, 2, stage)
-    assert one == other
-    assert any(each.startswith("layers.0") for each in one)
-
-
-class Branch(torch.nn.Module):
-    """Three matrices, of which the second is used where it is asked for."""
+class Branching(nn.Module):
+    """One block, of which the second of three matrices is used where it is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = (torch.nn.Linear(6, 6) for _ in range(3))
+        self.layers = nn.ModuleList([nn.ModuleDict({name: nn.Linear(6, 6) for name in ("one", "two", "three")})])
 
     def forward(self, x: torch.Tensor, *, second: bool) -> torch.Tensor:
-        x = self.one(x)
-        return self.three((self.two(x) if second else x).tanh())  # type: ignore[no-any-return]
-
-
-class Branching(torch.nn.Module):
-    """One block, which is a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([Branch()])
-
-    def forward(self, x: torch.Tensor, *, second: bool) -> torch.Tensor:
-        return self.layers[0](x, second=second)  # type: ignore[no-any-return]
+        (block,) = self.layers
+        x = block["one"](x)
+        return block["three"]((block["two"](x) if second else x).tanh())
 
 
 def without(rank: int, ranks: int) -> tuple[list[str], list[str]]:
     """What changed in a step with all matrices, and in one without the second."""
     torch.manual_seed(0)
-    sharded = shard(Branching(), ZeroConfig(stage=2))
+    sharded = dzero.shard(Branching(), dzero.ZeroConfig(stage=2))
     sharded.ledger.collective_log.check = True
-    optim, changes = Muon(sharded, lr=LR), []
+    optim, changes = dzero.Muon(sharded, lr=LR), []
     for second in (True, False):
         before = snapshot(sharded, optim)
         sharded.model(torch.full((2, 6), rank + 1.0).bfloat16(), second=second).float().square().sum().backward()
@@ -316,3 +240,215 @@ def test_matrices_without_a_gradient_stay_what_they_are(pool: Pool) -> None:
         assert of_second <= {*both}
         assert of_second.isdisjoint(one)
         assert {each.replace("two", "one") for each in of_second} <= {*one}
+
+
+ON_HOST = {"grad": "host", "master": "host", "moments": "host"}
+TIERS: dict[str, dict[str, Any]] = {
+    "all": ON_HOST,
+    "parameters too": {"param": "host", **ON_HOST},
+    "master alone": {"master": "host"},
+    "moments alone": {"moments": "host"},
+    "gradients alone": {"grad": "host"},
+    "half": {**ON_HOST, "master_fraction": 0.5, "moments_fraction": 0.5},
+    "within the step": {**ON_HOST, "overlap": "step"},
+    "disk": {"grad": "host", "master": "disk", "moments": "disk"},
+}
+
+
+def ends_of(offload: dzero.OffloadConfig | None, **kind: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Losses, parameters, masters and momenta after two steps, and what was sent otherwise than `traffic` says."""
+    steps = 2
+    sharded = sharded_net("uneven", offload=offload, **kind)
+    optim = dzero.Muon(sharded, lr=3e-3, max_norm=0.5)
+    losses = train(sharded, optim, "uneven", steps=steps)
+    optim.synchronize()
+    sent, due = by_phase(sharded.ledger.take())["update"], by_phase(optim.traffic)["update"]
+    wrong = [] if (sent.calls, sent.sent_bytes) == (steps * due.calls, steps * due.sent_bytes) else [f"{sent} {due}"]
+    ends = {"losses": torch.tensor(losses), **params_of(sharded)}
+    ends |= {name: value for name, value in snapshot(sharded, optim).items() if ".exp_avg" in name}
+    ends |= {f"{name} master": value for name, value in masters_of(sharded, optim).items()}
+    return ends, wrong
+
+
+def off_the_device(rank: int, ranks: int, cells: list[tuple[str, dict[str, Any]]], folder: Path) -> list[str]:
+    """What differs from states on the device."""
+    wrong = []
+    for where, kind in cells:
+        disk = {"disk": dzero.DiskConfig(paths=[str(folder)])} if where == "disk" else {}
+        want, _ = ends_of(None, **kind)
+        got, sent = ends_of(dzero.OffloadConfig(**TIERS[where], **disk), **kind)
+        wrong += [f"{where} {kind}: {what}" for what in (*unequal(got, want), *sent)]
+    return wrong
+
+
+CELLS: list[tuple[str, dict[str, Any]]] = [
+    ("parameters too", {"stage": 3, "microbatches": 2}),
+    ("all", {"stage": 2, "param": "fp32"}),
+    ("all", {"stage": 0}),
+    ("master alone", {"stage": 1}),
+    ("disk", {"stage": 0, "param": "fp32"}),
+    ("moments alone", {"stage": 2, "moments": "bf16"}),
+    ("gradients alone", {"stage": 3}),
+    ("half", {"stage": 3, "master": "remainder"}),
+    ("within the step", {"stage": 1}),
+    ("disk", {"stage": 3}),
+    ("all", {"stage": 2, "moments": "int8"}),
+]
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_tiers_change_no_bit(pool: Pool, tmp_path: Path, cell: tuple[str, dict[str, Any]]) -> None:
+    """Owners orthogonalize what they gather on the host."""
+    assert pool.run(off_the_device, 2, [cell], tmp_path) == [[], []]
+
+
+def step_traffic(rank: int, ranks: int, stage: int, param: str) -> dict[Entry, Traffic]:
+    """What a step's update moved by the ledger, which must be the formula's, and by the auditor below it."""
+    sharded = sharded_net("uneven", stage=stage, param=param)
+    optim = dzero.Muon(sharded, max_norm=1.0)
+    backward(sharded, optim, small_decoders.batches("uneven", steps=1, ranks=ranks, microbatches=1)[0][rank])
+    sharded.ledger.take()
+    with DispatchCounter(ranks) as counter:
+        optim.step()
+    moved = {entry: traffic for entry, traffic in sharded.ledger.take().items() if entry.phase == "update"}
+    assert moved == optim.traffic
+    assert counter.sent_bytes["send"] == sum(traffic.sent_bytes for traffic in moved.values())
+    return moved
+
+
+def test_the_bytes_written_out(pool: Pool) -> None:
+    """Three blocks of qkv [45, 15], out [15, 15], up [21, 15] and down [15, 21], so costs of 23625, 10125 and twice
+    12825. Dealt in that order to whoever has least:
+
+        rank 0   qkv 0, qkv 2, up 1, up 2, out 0, out 2
+        rank 1   qkv 1, up 0, down 0, down 1, down 2, out 1
+    """
+    qkv, out, up, down = 23 * 15, 8 * 15, 11 * 15, 8 * 21  # elements of a shard, padded to 2 ranks
+    own = [2 * qkv + 2 * up + 2 * out, qkv + up + 3 * down + out]
+    for rank, moved in enumerate(pool.run(step_traffic, 2, 3, "bf16")):
+        sent = own[1 - rank] + own[rank]  # shards to the other's owner, and those that the other needs of its own
+        assert moved == {Entry("update", "all_to_all", "shard", "bfloat16"): Traffic(2, 2 * sent)}
+    whole = [2 * 45 * 15 + 2 * 21 * 15 + 2 * 15 * 15, 45 * 15 + 4 * 21 * 15 + 15 * 15]
+    for rank, moved in enumerate(pool.run(step_traffic, 2, 0, "fp32")):
+        assert moved == {Entry("update", "all_gather", "replicate", "float32"): Traffic(1, 4 * whole[rank])}
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "momentum": ({"momentum": 1.0}, "optim.muon.momentum=1.0: must be a number in [0, 1)"),
+    "lr": ({"lr": -1.0}, "optim.muon.lr=-1.0: must be a number in [0, 1e+06], or null"),
+    "iterations": ({"iterations": 0}, "optim.muon.iterations=0: must be a whole number ≥ 1"),
+    "scale": ({"scale": "big"}, "optim.muon.scale='big': choose one of ['rms', 'original']"),
+    "compute": ({"compute": "fp16"}, "optim.muon.compute='fp16': choose auto, fp32 or bf16"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_that_do_not_fit_are_refused_by_name(setting: str) -> None:
+    settings, message = SETTINGS[setting]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dzero.MuonConfig(**settings)
+
+
+def said(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the messages are compared by the caller
+        call()
+    return str(error.value)
+
+
+def groups(sharded: dzero.Sharded, **first: Any) -> list[dict[str, Any]]:
+    return [{"params": [p for p in sharded.named_params().values() if p.requires_grad], **first}]
+
+
+def tiled(stage: int) -> dzero.Sharded:
+    model = small_decoders.build("even")
+    dzero.tile(model.layers[0].get_submodule("up"), 2)
+    return dzero.shard(model, dzero.ZeroConfig(stage=stage))
+
+
+def cut_by_tp() -> dzero.Sharded:
+    """Of two layers and a norm, tp cuts the first layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    plan = dzero.ParallelConfig(tensor_plan={"0": ColwiseParallel()}, replicated=["1.*", "2.*"])
+    return dzero.shard(dzero.parallelize(model, dzero.make_mesh("cpu", tp=2), plan), dzero.ZeroConfig(stage=0))
+
+
+def mistakes(rank: int, ranks: int) -> dict[str, str]:
+    even = sharded_net("even", stage=2)
+    told = {
+        "rule": said(lambda: dzero.Muon(even, groups(even, rule="muno"))),
+        "dims": said(lambda: dzero.Muon(even, groups(even, rule="muon"))),
+        "none": said(lambda: dzero.Muon(even, groups(even))),
+        "excluded": said(lambda: dzero.Muon(even, muon=dzero.MuonConfig(exclude=["layers", "head"]))),
+        "torch's": said(lambda: dzero.TorchOptimizer(even, torch.optim.LBFGS, lr=0.1)),
+        "tiles": said(lambda: dzero.Muon(tiled(2))),
+        "torch's, tiles": said(lambda: dzero.TorchOptimizer(tiled(0), torch.optim.Adafactor, lr=0.1)),
+    }
+    early = sharded_net("even", stage=2, offload=dzero.OffloadConfig(**ON_HOST, overlap="backward"))
+    told["backward"] = said(lambda: dzero.Muon(early))
+    cut = cut_by_tp()
+    told["torch's, tp"] = said(lambda: dzero.TorchOptimizer(cut, torch.optim.LBFGS, lr=0.1))
+    whole_ones = [param for name, param in cut.named_params().items() if not name.startswith("0.")]
+    dzero.TorchOptimizer(cut, torch.optim.Adafactor, whole_ones, lr=0.1)  # what tp leaves whole may be taken by itself
+    both = sharded_net("even", stage=2), sharded_net("even", stage=2)
+    one = dzero.Muon(both[0])
+    named = both[1].named_params()
+    matrices = [p for name, p in named.items() if name.startswith("layers.0") and p.ndim == 2]
+    rest = [p for p in named.values() if all(p is not each for each in matrices)]
+    other = dzero.Muon(both[1], [{"params": rest}, {"params": matrices, "rule": "muon"}])
+    told["state dict"] = said(lambda: one.load_state_dict(other.state_dict()))
+    return told
+
+
+def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
+    told = pool.run(mistakes, 2)[0]
+    expected = {
+        "rule": r"rule='muno': choose one of \['muon', 'adamw'\]",
+        "dims": r"layers\.0\.norm1\.weight has 1 dims, Muon's parameters 2",
+        "none": r"no parameter is Muon's",
+        "excluded": r"no parameter is Muon's.*optim\.muon\.exclude",
+        "torch's": r"zero\.stage=2.*elementwise=False if every parameter by itself",
+        "tiles": r"parameter \S+tiles\.0\.\S+: block\.tiles=\d with optim\.rule=muon: .* block\.tiles=1",
+        "backward": r"offload\.overlap=backward: .* offload\.overlap=forward",
+        "torch's, tp": r"parameter \S+: mesh\.tp=2 with optim\.rule=LBFGS: it mixes .* mesh\.tp=1",
+        "torch's, tiles": r"parameter \S+tiles\.0\.\S+: block\.tiles=\d with optim\.rule=Adafactor: .* block\.tiles=1",
+        "state dict": r"the rules \['adamw', 'muon'\], this optimizer's \['muon', 'adamw'\]",
+    }
+    assert told.keys() == expected.keys()
+    for mistake, words in expected.items():
+        assert re.search(words, told[mistake]), (mistake, told[mistake])
+
+
+class Mixed(nn.Module):
+    """Matrices below modules of several names, and an embedding in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.MultiheadAttention(8, 2), nn.Embedding(8, 8)])
+        self.conv = nn.Conv1d(8, 8, 3)
+        self.lm_head = nn.Linear(8, 8)
+        self.row = nn.Linear(8, 1)
+
+
+def chosen(rank: int, ranks: int, **settings: Any) -> tuple[list[tuple[str, float, list[str]]], list[str]]:
+    """Rule, rate and parameters of each group, and what the optimizer says of itself."""
+    sharded = dzero.shard(Mixed(), dzero.ZeroConfig(stage=2))
+    optim = dzero.Muon(sharded, **settings)
+    names = {param: name for name, param in sharded.named_params().items()}
+    found = [(group["rule"], group["lr"], [names[p] for p in group["params"]]) for group in optim.param_groups]
+    return found, optim.describe()
+
+
+def chosen_twice(rank: int, ranks: int) -> list[Any]:
+    return [chosen(rank, ranks), chosen(rank, ranks, lr=0.1, muon=dzero.MuonConfig(lr=0.2, exclude=["layers"]))]
+
+
+def test_matrices_are_muons_but_embeddings_heads_and_rows(pool: Pool) -> None:
+    (default, lines), (other, _) = pool.run(chosen_twice, 2)[0]
+    assert default[0] == ("muon", 3e-4, ["layers.0.weight", "layers.1.in_proj_weight", "layers.1.out_proj.weight"])
+    assert [rule for rule, _, _ in default] == ["muon", "adamw"]
+    assert {"layers.2.weight", "conv.weight", "lm_head.weight", "row.weight", "layers.0.bias"} <= {*default[1][2]}
+    assert other[0] == ("muon", 0.2, ["lm_head.weight"])
+    assert other[1][1] == 0.1
+    assert lines[0] == "muon: 3 matrices, 10 other parameters by adamw"

@@ -111,7 +111,9 @@ class Popen(PLAIN):  # type: ignore[type-arg]
         self._socket.close()
 
 
-IMPORTED_WITH = ("ATEN_", "CUDA_", "HF_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "ONEDNN_", "PYTHON", "TRANSFORMERS_", "TRITON_")
+IMPORTED_WITH = (
+    *("ATEN_", "CUDA_", "HF_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "ONEDNN_", "PYTHON", "TRANSFORMERS_", "TRITON_"),
+)
 """Beginnings of variables that are read when Python starts, or when a library is imported."""
 READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 

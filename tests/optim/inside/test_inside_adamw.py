@@ -1,19 +1,26 @@
-"""The update's kernels against plain torch operations: the same bits for every dtype, length and cut."""
+"""The update's kernels against plain torch operations: the same bits for every dtype, length and cut, in few calls."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from pool import Pool
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.optim import adamw_math, cpu_kernels
+from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
+from dzero.optim import adamw, adamw_math, cpu_kernels
 from dzero.optim import flat_update as update_module
 from dzero.optim.adamw_math import Coefficients
-from dzero.optim.flat_update import AdamWUpdater, ParamStates, ParamUpdate
+from dzero.optim.flat_update import AdamWUpdater, CpuUpdateTable, ParamStates, ParamUpdate
 from dzero.optim.quantized_moments import BLOCK_ELEMS, QuantizedMoment
 from dzero.zero.rounding import join, split, to_working
 
@@ -78,6 +85,7 @@ def same(a: ParamStates, b: ParamStates) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_update_has_the_bits_of_separate_fp32_operations(kind: str) -> None:
     for moments, grad_dtype, elems in itertools.product((FP32, BF16), (FP32, BF16, FP16), (1, 3, 17, 1000, 4099)):
@@ -89,34 +97,27 @@ def test_the_update_has_the_bits_of_separate_fp32_operations(kind: str) -> None:
         assert same(ours, want), (kind, moments, grad_dtype, elems)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("moments", [FP32, BF16])
-def test_a_slice_is_updated_to_the_bits_of_the_whole(kind: str, moments: torch.dtype) -> None:
+@pytest.mark.product(keep=2)
+@pytest.mark.parametrize(("kind", "moments"), [*zip(KINDS, itertools.cycle((BF16, FP32)))])
+def test_slices_threads_and_chunks_do_not_change_bits(
+    monkeypatch: pytest.MonkeyPatch, kind: str, moments: torch.dtype
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "CHUNK_ELEMS", 100)
+    monkeypatch.setattr(update_module, "ALONE_ELEMS", 100)
     elems, cuts = 1013, [0, 1, 14, 15, 500, 1012, 1013]
     before = states(kind, moments, elems)
     grad = torch.randn(elems, generator=torch.Generator().manual_seed(2)).to(BF16)
-    whole, pieces = copy(before), copy(before)
-    apply(ParamUpdate(whole, grad, C, 5))
+    want, one, three, pieces = (copy(before) for _ in range(4))
+    plain(want, grad, 5)
+    AdamWUpdater(1).run([ParamUpdate(one, grad, C, 5)])
+    AdamWUpdater(3).run([ParamUpdate(three, grad, C, 5)])
     for start, end in itertools.pairwise(cuts):
         apply(ParamUpdate(pieces.slice(start, end - start), grad[start:end], C, 5))
-    assert same(whole, pieces)
+    assert [same(each, want) for each in (one, three, pieces)] == [True] * 3
 
 
-def test_threads_and_chunks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "CHUNK_ELEMS", 100)
-    monkeypatch.setattr(update_module, "ALONE_ELEMS", 100)
-    before = states("bf16 + remainder", BF16, 4099)
-    grad = torch.randn(4099, generator=torch.Generator().manual_seed(3))
-    one, three = copy(before), copy(before)
-    AdamWUpdater(1).run([ParamUpdate(one, grad, C, 2)])
-    AdamWUpdater(3).run([ParamUpdate(three, grad, C, 2)])
-    plain(before, grad, 2)
-    assert same(one, before)
-    assert same(three, before)
-
-
-@pytest.mark.parametrize("moments", [FP32, BF16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("kind", "moments"), [*itertools.product(KINDS[::-1], (BF16, FP32))])
 def test_an_update_out_of_place_has_the_bits_of_one_in_place_and_keeps_what_it_reads(
     monkeypatch: pytest.MonkeyPatch, kind: str, moments: torch.dtype
 ) -> None:
@@ -181,7 +182,7 @@ def test_stochastic_rounding_is_unbiased_and_goes_to_a_neighbour() -> None:
         rounded = adamw_math.stochastic_bf16(x.expand(1 << 16).contiguous(), noise).double()
         low, high = rounded.min(), rounded.max()
         assert low <= x.double() <= high
-        assert len(rounded.unique()) <= 2  # type: ignore[no-untyped-call]
+        assert len(rounded.unique()) <= 2
         # Over all 2^16 noises the mean is the value itself, exactly: each of the low half's values counts once.
         assert math.isclose(rounded.mean().item(), x.item(), rel_tol=1e-12)
 
@@ -213,9 +214,8 @@ def test_sum_squares_is_the_fp64_sum(dtype: torch.dtype) -> None:
         assert cpu_kernels.sum_squares([torch.tensor([3e38])]).item() == torch.tensor(3e38).double().square().item()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_accumulate_adds_in_place_and_returns_the_sum_of_squares(dtype: torch.dtype) -> None:
-    for elems in (1, 256, 4099):
+def test_accumulate_adds_in_place_and_returns_the_sum_of_squares() -> None:
+    for dtype, elems in itertools.product((FP32, BF16, FP16), (1, 256, 4099)):
         generator = torch.Generator().manual_seed(elems)
         acc, grad = (torch.randn(elems, generator=generator).to(dtype) for _ in range(2))
         want = acc + grad
@@ -232,3 +232,102 @@ def test_eight_bit_states_keep_their_length_and_relative_size() -> None:
     # neighbouring codes are at most 1/64 of the block's largest value apart
     assert ((eight.load() - value).abs() <= largest.repeat_interleave(BLOCK_ELEMS)[:1000] / 64).all()
     assert {key: tuple(t.shape) for key, t in eight.tensors.items()} == {"codes": (1024,), "scale": (4,)}
+
+
+BLOCKS, WIDTH = 3, 8
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """As many matrices as asked for, one after the other."""
+
+    def __init__(self, matrices: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(matrices))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, width] -> the same."""
+        for weight in self.weights:
+            x = x + x @ weight
+        return x
+
+
+def calls_of_a_step(rank: int, ranks: int, matrices: int, moments: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the third step: torch's operators in `step()`, and calls of the CPU's kernels in all of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(matrices) for _ in range(BLOCKS)))
+    precision = PrecisionConfig(param="bf16", moments=moments)
+    sharded = shard(model, ZeroConfig(stage=2), precision=precision)
+    optim = AdamW(sharded, threads=1)
+    kernels: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            kernels[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    x = torch.randn(4, WIDTH).bfloat16()
+    for _ in range(3):
+        kernels.clear()
+        with (
+            patch.object(cpu_kernels, "sum_squares", counted("sum_squares", cpu_kernels.sum_squares)),
+            patch.object(CpuUpdateTable, "update", counted("update", CpuUpdateTable.update)),
+        ):
+            sharded.model(x).float().square().mean().backward()
+            with Calls() as calls:
+                optim.step()
+        optim.zero_grad()
+    assert optim.last_decision.finite
+    return dict(calls.counts), dict(kernels)
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("ranks", "moments"), [(2, "bf16"), (2, "fp32"), (1, "bf16"), (1, "fp32")])
+def test_a_step_makes_as_many_calls_whatever_the_number_of_parameters(pool: Pool, ranks: int, moments: str) -> None:
+    """Sums of squares: one call for each unit (the root has no parameters). The update: one for all."""
+    few, many = (pool.run(calls_of_a_step, ranks, matrices, moments)[0] for matrices in (1, 6))
+    assert few == many
+    assert few[1] == {"sum_squares": BLOCKS, "update": 1}
+
+
+def decoded(rank: int, ranks: int, elems: int) -> tuple[list[int], list[float]]:
+    """Elements whose 8-bit moments are decoded at a time, when `elems` may be; and the parameters after two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="bf16", moments="int8"))
+    optim, at_once = AdamW(sharded, threads=1), []
+    run = AdamWUpdater.run
+
+    def watched(self: AdamWUpdater, updates: Sequence[ParamUpdate], before_piece: object) -> None:
+        at_once.append(sum(update.states.m.numel() for update in updates))
+        run(self, updates)
+
+    with patch.object(adamw, "DECODED_ELEMS", elems), patch.object(AdamWUpdater, "run", watched):
+        for _ in range(2):
+            sharded.model(torch.ones(2, WIDTH).bfloat16()).float().square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+    whole = [param.full_tensor().float().flatten() for param in sharded.model.parameters()]
+    return at_once, torch.cat(whole).tolist()
+
+
+def test_few_moments_of_8_bits_are_decoded_at_a_time(pool: Pool) -> None:
+    """Else a step would hold all moments in fp32, four times what they take between steps."""
+    size = WIDTH * WIDTH
+    two, two_params = pool.run(decoded, 1, 2 * size)[0]
+    every, every_params = pool.run(decoded, 1, 4 * size)[0]
+    assert (two, every) == ([2 * size] * 4, [4 * size] * 2)
+    assert two_params == every_params

@@ -1,16 +1,18 @@
-"""The update on CUDA, as far as a CPU can tell: its bits, its machine code, its copies and launches.
+"""Kernels for CUDA, the update and sums of squares, as far as a CPU can tell: bits, machine code, copies and launches.
 
     claim                                              proof here
-    the arithmetic is that of the CPU kernels          Triton's interpreter on CPU tensors, bit for bit
+    the bits are those of the CPU kernels              Triton's interpreter on CPU tensors, bit for bit
     nothing is contracted, flushed or approximated     PTX and machine code for real GPUs: instructions, counted
     16 bytes per access of whole, aligned chunks       the same PTX
+    loads run ahead of the additions of sums           the same machine code: their order, and no spilled register
     one copy per step, one launch per variant          torch's dispatcher and the launches, counted
     a pinned buffer is not rewritten too early         copies that are put off as far as their events allow
+    tables of sums are kept, and not for ever          the cache, asked for more lengths than it keeps
 
 The interpreter calls NumPy once per operation, so it could not show a contraction; that is what the compiled code is
 for. Only a GPU can show that its division and square root round as NVIDIA says, and that the launch itself works:
-tests/gpu/test_adamw_kernel.py compares bits there. Kernels are interpreted in a process of their own, because Triton
-decides at its import whether it interprets.
+tests/gpu/test_adamw_kernel.py and test_sums_kernel.py compare bits there. Kernels are interpreted in a process of their
+own, because Triton decides at its import whether it interprets.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -44,16 +46,21 @@ from adamw_cases import (
     params,
     table_of,
 )
+from sums_cases import DTYPES, LONG, SIZES, by_numpy, gradient, gradients, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.optim import adamw_math, column_upload, cuda_kernels
+from dzero.optim import adamw_math, column_upload, cpu_kernels, cuda_kernels, cuda_sums
 from dzero.optim.column_upload import RING
+from dzero.optim.cpu_kernels import CHUNK_ELEMS, LANES
 from dzero.optim.cuda_kernels import BLOCK_ELEMS, CudaUpdateTable
+from dzero.optim.cuda_sums import BLOCK_CHUNKS, GROUP, KEPT, ROWS, TOTAL_ROWS, CudaSums, SumsTable
+from dzero.optim.grad_sums import SquareSums, sum_squares
 from dzero.optim.update_table import NoiseSeeds, Variant, chunks_of
 from dzero.utils.triton_modules import triton_module
 
 CPU = torch.device("cpu")
+FILE = "tests/optim/inside/test_inside_cuda.py"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,14 @@ def interpreted() -> Iterator[Callable[..., Any]]:
         yield lambda function, *args: process.submit(function, *args).result()
 
 
-@pytest.mark.product(keep=1)
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_this_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@pytest.mark.full(f"{FILE}::test_all_ways_of_storing_are_updated_by_one_table")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_has_the_bits_of_the_cpu_kernels(kind: str, interpreted: Callable[..., Any]) -> None:
     assert interpreted(kernel_differs, kind) == []
@@ -88,7 +102,7 @@ def mixed_table_differs() -> list[str]:
     return differences(ours, want)
 
 
-@pytest.mark.full
+@pytest.mark.full(f"{FILE}::test_all_ways_of_storing_are_updated_by_one_table")
 def test_unaligned_arrays_are_updated_to_the_same_bits(interpreted: Callable[..., Any]) -> None:
     assert interpreted(unaligned_differs) == []
 
@@ -182,18 +196,23 @@ BRANCHES = 2
 """The kernel's body is there for whole, aligned chunks, and for others."""
 
 
-def compile_for(variant: Variant, architecture: int = 90, **options: bool) -> Any:
-    """Compile the kernel for an NVIDIA GPU of compute capability `architecture` / 10, which need not be there.
-
-    options: of the compiler, other than those of a launch.
-    """
+def compile_kernel(
+    source: Any, kernel: str, signature: dict[str, str], constants: dict[str, Any], architecture: int, **options: Any
+) -> Any:
+    """Compile a kernel for an NVIDIA GPU of compute capability `architecture` / 10, which need not be there."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    source = triton_module(cuda_kernels.ADAMW)
+    ast = ASTSource(getattr(source, kernel), signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    return triton.compile(ast, target=GPUTarget("cuda", architecture, 32), options=source.OPTIONS | options).asm
+
+
+def compiled_update(variant: Variant, architecture: int = 90, **options: bool) -> Any:
+    """options: of the compiler, other than those of a launch."""
+    pytest.importorskip("triton")
     constants = {
         "GRAD": cuda_kernels.NAMES[variant.grad],
         "WORK": cuda_kernels.NAMES[variant.work],
@@ -203,18 +222,30 @@ def compile_for(variant: Variant, architecture: int = 90, **options: bool) -> An
         "BLOCK": BLOCK_ELEMS,
     }
     signature = {"states": "*i64", "chunks": "*i32", "dynamic": "*i64", "param_count": "i32"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    kernel = ASTSource(source.adamw_kernel, signature, constexprs=constants)
-    target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(kernel, target=target, options=source.OPTIONS | options).asm
+    return compile_kernel(
+        triton_module(cuda_kernels.ADAMW), "adamw_kernel", signature, constants, architecture, **options
+    )
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """`compile_for`, with a cache of this module's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield compile_for
+def compiled_sums(kernel: str, dtype: str = "fp32", architecture: int = 90, **options: Any) -> Any:
+    pytest.importorskip("triton")
+    signature = {"table": "*i64", "partials": "*fp64"}
+    if kernel == "lane_sums_kernel":
+        constants = {"DTYPE": dtype, "CHUNK": CHUNK_ELEMS, "LANES": LANES, "GROUP": GROUP, "ROWS": ROWS}
+    else:
+        constants = {"LANES": LANES, "BLOCK": BLOCK_CHUNKS, "ROWS": TOTAL_ROWS}
+        signature |= {"sums": "*fp64"}
+    signature |= {"grads": "i32", "chunks": "i32"}
+    warps = {"num_warps": 1 if kernel == "lane_sums_kernel" else 4}
+    return compile_kernel(triton_module(cuda_sums.SUMS), kernel, signature, constants, architecture, **warps | options)
+
+
+def instructions(cubin: bytes, folder: Path) -> list[str]:
+    """Return the names of the machine's instructions, with their modifiers, in their order."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    nvdisasm = pytest.importorskip("triton").knobs.nvidia.nvdisasm.path
+    shown = subprocess.run([nvdisasm, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]*)", shown.stdout, re.MULTILINE)
 
 
 def floating_point(ptx: str) -> Counter[str]:
@@ -234,49 +265,13 @@ OPERATIONS = {
 differences also forbids ptxas to contract them; `.ftz`, which none has, would flush subnormal numbers."""
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_every_operation_is_rounded_once_and_none_is_contracted(variant: Variant, compiled: Callable[..., Any]) -> None:
-    ptx = compiled(variant)["ptx"]
+def test_every_operation_is_rounded_once_and_whole_aligned_chunks_move_16_bytes_at_a_time(variant: Variant) -> None:
+    ptx = compiled_update(variant)["ptx"]
     assert floating_point(ptx) == OPERATIONS
     assert "fma." not in ptx
     assert ".ftz" not in ptx
-
-
-@pytest.mark.parametrize("architecture", [75, 80, 100, 120])
-def test_other_gpus_compute_the_same_operations(architecture: int, compiled: Callable[..., Any]) -> None:
-    ptx = compiled(Variant(BF16, BF16, "remainder", True, False), architecture)["ptx"]
-    assert floating_point(ptx) == OPERATIONS
-    assert "fma." not in ptx
-
-
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_the_assembler_contracts_nothing_either(
-    architecture: int, compiled: Callable[..., Any], tmp_path: Path
-) -> None:
-    """All products and sums of the PTX are there in the machine code: a contraction would take one of each.
-
-    ptxas makes division and square root of FFMAs and products, so it may add some of its own.
-    """
-    asm, nvdisasm = compiled(VARIANTS[0], architecture), Path(pytest.importorskip("triton").knobs.nvidia.nvdisasm.path)
-    (tmp_path / "kernel.cubin").write_bytes(asm["cubin"])
-    shown = subprocess.run([nvdisasm, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True)
-    found = Counter(re.findall(r"\b(FMUL|FADD)(?![.\w])", shown.stdout))
-    sums = OPERATIONS["add.rn.f32"] + OPERATIONS["sub.rn.f32"]
-    assert found["FADD"] == sums
-    assert found["FMUL"] >= OPERATIONS["mul.rn.f32"]
-
-
-def test_without_the_launch_options_the_compiler_contracts(compiled: Callable[..., Any]) -> None:
-    """What the tests above would see if the option were lost."""
-    ptx = compiled(VARIANTS[0], enable_fp_fusion=True)["ptx"]
-    assert "fma.rn.f32" in ptx
-    assert floating_point(ptx) != OPERATIONS
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_whole_aligned_chunks_move_16_bytes_at_a_time(variant: Variant, compiled: Callable[..., Any]) -> None:
-    ptx = compiled(variant)["ptx"]
     per_16_bits = PER_THREAD * 2 // 16
     of_moments = 2 * per_16_bits * (1 if variant.moments_bf16 else 2)
     of_grad = per_16_bits * (2 if variant.grad == FP32 else 1)
@@ -287,11 +282,38 @@ def test_whole_aligned_chunks_move_16_bytes_at_a_time(variant: Variant, compiled
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == of_moments + of_masters + of_work
 
 
-class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("architecture", [80, 75, 100, 120])
+def test_other_gpus_compute_the_same_operations(architecture: int) -> None:
+    ptx = compiled_update(Variant(BF16, BF16, "remainder", True, False), architecture)["ptx"]
+    assert floating_point(ptx) == OPERATIONS
+    assert "fma." not in ptx
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("architecture", [90, 80])
+def test_the_assembler_contracts_nothing_either(architecture: int, tmp_path: Path) -> None:
+    """All products and sums of the PTX are there in the machine code: a contraction would take one of each.
+
+    ptxas makes division and square root of FFMAs and products, so it may add some of its own.
+    """
+    found = Counter(instructions(compiled_update(VARIANTS[0], architecture)["cubin"], tmp_path))
+    assert found["FADD"] == OPERATIONS["add.rn.f32"] + OPERATIONS["sub.rn.f32"]
+    assert found["FMUL"] >= OPERATIONS["mul.rn.f32"]
+
+
+def test_without_the_launch_options_the_compiler_contracts() -> None:
+    """What the tests above would see if the option were lost."""
+    ptx = compiled_update(VARIANTS[0], enable_fp_fusion=True)["ptx"]
+    assert "fma.rn.f32" in ptx
+    assert floating_point(ptx) != OPERATIONS
+
+
+class Ops(TorchDispatchMode):
     """Counts what torch dispatches, by name."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -406,7 +428,7 @@ def test_states_without_a_kernel_are_refused() -> None:
         ("bf16 + remainder", {"v": torch.zeros(510)[::2]}),
     ):
         with pytest.raises(ValueError, match=r"no kernel|flat, contiguous"):
-            table_of([replace(first_of(kind), **wrong)])  # type: ignore[arg-type]
+            table_of([replace(first_of(kind), **wrong)])
     with pytest.raises(ValueError, match="one table for each device"):
         table_of([replace(first_of("fp32"), m=torch.zeros(255, device="meta"))])
 
@@ -446,3 +468,199 @@ def test_what_to_install_is_said_where_triton_is_missing(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "dzero.optim.adamw_triton", raising=False)
     with pytest.raises(ModuleNotFoundError, match="pip install triton"):
         triton_module.__wrapped__(cuda_kernels.ADAMW)
+
+
+def addresses(grads: Sequence[Tensor]) -> np.ndarray:
+    return np.array([grad.data_ptr() for grad in grads], np.int64)
+
+
+def by_kernels(grads: Sequence[Tensor], chunk_elems: int = CHUNK_ELEMS, **constants: int) -> Tensor:
+    """Interpret the kernels on CPU tensors, with other constants of cuda_sums.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(cuda_sums, name, value)
+        table = SumsTable([grad.numel() for grad in grads], grads[0].dtype, CPU, chunk_elems)
+        return table.sum_squares(addresses(grads))
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_have_the_bits_of_the_cpu_kernel(dtype: torch.dtype, interpreted: Callable[..., Any]) -> None:
+    grads = gradients(dtype)
+    want = cpu_kernels.sum_squares(grads)
+    assert same_bits(want, torch.tensor([by_numpy(grad) for grad in grads], dtype=torch.float64))
+    assert want[-3:].tolist()[:2] == [float("inf")] * 2
+    assert want[-1].isnan()
+    assert same_bits(interpreted(by_kernels, grads), want)
+
+
+@pytest.mark.full(f"{FILE}::test_the_kernels_have_the_bits_of_the_cpu_kernel")
+@pytest.mark.parametrize("size", [CHUNK_ELEMS + 300, CHUNK_ELEMS - 1, CHUNK_ELEMS])
+def test_whole_chunks_have_the_bits_of_the_cpu_kernel(size: int, interpreted: Callable[..., Any]) -> None:
+    """Programs sum all lanes here, which the interpreter does 8 times as fast."""
+    grads = [gradient(size, torch.bfloat16)]
+    assert same_bits(interpreted(with_constants, grads, CHUNK_ELEMS, {"GROUP": LANES}), cpu_kernels.sum_squares(grads))
+
+
+def with_constants(grads: Sequence[Tensor], chunk_elems: int, constants: dict[str, int]) -> Tensor:
+    return by_kernels(grads, chunk_elems, **constants)
+
+
+@pytest.mark.full(f"{FILE}::test_the_kernels_have_the_bits_of_the_cpu_kernel")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_chunks_are_added_in_order(dtype: torch.dtype, interpreted: Callable[..., Any]) -> None:
+    """Chunks of 2 reads of 4 rows and a bit, and gradients of up to 20 chunks, of which 8 are added at once."""
+    grads, chunk = gradients(dtype, (*SIZES, 2099, 2100, 2101, 20 * 2100 - 7)), 2100
+    want = torch.tensor([by_numpy(grad, chunk) for grad in grads], dtype=torch.float64)
+    few = {"ROWS": 4, "TOTAL_ROWS": 4, "BLOCK_CHUNKS": 8}
+    assert same_bits(interpreted(with_constants, grads, chunk, few), want)
+
+
+@pytest.mark.full(f"{FILE}::test_the_kernels_have_the_bits_of_the_cpu_kernel")
+def test_elements_beyond_2_to_the_31_are_summed(interpreted: Callable[..., Any]) -> None:
+    assert interpreted(far_sums_differ) == []
+
+
+def far_sums_differ() -> list[str]:
+    """The kernels are told that gradients begin 2^33 elements before what there is of them."""
+    before_elems, found = 2**33, []
+    for dtype in DTYPES:
+        grads = [gradient(size, dtype) for size in (300, 5000)]
+        table = SumsTable([300, 5000], dtype, CPU, 4096)
+        sizes, firsts, chunks = table._columns
+        table._columns = (sizes + before_elems, firsts, chunks + np.array([0, before_elems // 4096], np.int32))
+        ours = table.sum_squares(addresses(grads) - before_elems * grads[0].element_size())
+        if not same_bits(ours, torch.tensor([by_numpy(grad, 4096) for grad in grads], dtype=torch.float64)):
+            found.append(str(dtype))
+    return found
+
+
+SQUARES = {"mul.rn.f64": ROWS, "add.rn.f64": ROWS}
+"""Of the elements that a thread reads at once, widened, squared and added. `.rn` also forbids ptxas to contract."""
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(
+    ("dtype", "architecture"), [("bf16", 90), ("fp32", 90), ("fp16", 90), ("bf16", 80), ("bf16", 120)]
+)
+def test_every_square_is_added_in_fp64_and_none_is_contracted(dtype: str, architecture: int) -> None:
+    ptx = compiled_sums("lane_sums_kernel", dtype, architecture)["ptx"]
+    assert floating_point(ptx) == SQUARES
+    assert "fma." not in ptx
+    assert ".ftz" not in ptx
+
+
+@pytest.mark.full(f"{FILE}::test_every_square_is_added_in_fp64_and_none_is_contracted")
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_lanes_and_chunks_are_added_one_by_one(architecture: int) -> None:
+    ptx = compiled_sums("totals_kernel", architecture=architecture)["ptx"]
+    assert floating_point(ptx) == {"add.rn.f64": 2 * TOTAL_ROWS}  # of lanes, and of chunks
+    assert "shfl." not in ptx  # no two threads share a sum
+
+
+@pytest.mark.full(f"{FILE}::test_every_square_is_added_in_fp64_and_none_is_contracted")
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "ahead", "additions"),
+    [
+        ("lane_sums_kernel", "fp32", ROWS, ROWS),
+        ("lane_sums_kernel", "bf16", ROWS, ROWS),
+        ("lane_sums_kernel", "fp16", ROWS, ROWS),
+        ("totals_kernel", "", TOTAL_ROWS, 2 * TOTAL_ROWS),
+    ],
+)
+def test_the_assembler_contracts_no_sums_and_lets_loads_run_ahead(
+    kernel: str,
+    dtype: str,
+    ahead: int,
+    additions: int,
+    architecture: int,
+    tmp_path: Path,
+) -> None:
+    """Of a loop that adds what it has just read ptxas makes load, add, load, add: a wait for memory each time."""
+    cubin = compiled_sums(kernel, dtype, architecture)["cubin"]
+    found = [each.split(".")[0] for each in instructions(cubin, tmp_path)]
+    counts = Counter(found)
+    assert counts["DFMA"] == 0
+    assert counts["DADD"] == additions
+    assert counts["DMUL"] == (ROWS if kernel == "lane_sums_kernel" else 0)
+    assert counts["LDL"] == counts["STL"] == 0  # nothing is spilled
+    assert Counter(found[: found.index("DADD")])["LDG"] >= ahead
+
+
+class Recorder:
+    """A source of kernels that are only noted, with their grids."""
+
+    OPTIONS: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, int]] = []
+
+    def __getattr__(self, kernel: str) -> Any:
+        launch = self.launched
+        return type("Kernel", (), {"__getitem__": lambda _, grid: lambda *_, **__: launch.append((kernel, *grid))})()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(cuda_sums, "triton_module", lambda _: made)
+    return made
+
+
+def test_a_call_is_one_copy_and_two_launches(recorder: Recorder) -> None:
+    grads, sums = [torch.empty(size, dtype=torch.bfloat16) for size in (*SIZES, *LONG)], CudaSums()
+    for _ in range(2):
+        recorder.launched.clear()
+        sums.sum_squares(grads)  # makes the table in the first turn
+        recorder.launched.clear()
+        with Ops() as ops:
+            sums.sum_squares(grads)
+        # sums and partial sums are empty; two slices: the part in use of both buffers
+        assert ops.calls == {"aten::empty.memory_format": 2, "aten::copy_": 1, "aten::slice.Tensor": 2}
+        chunks = 0 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 2
+        assert recorder.launched == [("lane_sums_kernel", chunks * 8), ("totals_kernel", len(grads))]
+
+
+def test_gradients_without_elements_sum_to_zero_without_a_launch(recorder: Recorder) -> None:
+    assert CudaSums().sum_squares([torch.empty(0), torch.empty(0)]).tolist() == [0.0, 0.0]
+    assert recorder.launched == []
+
+
+def test_tables_of_the_lengths_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+
+    class Table:
+        def __init__(self, sizes: tuple[int, ...], *_: object) -> None:
+            made.append(sizes)
+
+        def sum_squares(self, addresses: np.ndarray) -> Tensor:
+            return torch.zeros(len(addresses), dtype=torch.float64)
+
+    monkeypatch.setattr(cuda_sums, "SumsTable", Table)
+    sums = CudaSums()
+    for size in range(1, 4 * KEPT):  # the unit's own lengths in between, as in every step
+        sums.sum_squares([torch.empty(100), torch.empty(200)])
+        sums.sum_squares([torch.empty(size)])
+    assert made.count((100, 200)) == 1
+    assert len(sums._tables) == KEPT
+    sums.sum_squares([torch.empty(4 * KEPT - 1)])
+    assert made.count((4 * KEPT - 1,)) == 1
+    sums.sum_squares([torch.empty(1)])
+    assert made.count((1,)) == 2
+    sums.sum_squares([torch.empty(100, dtype=torch.bfloat16), torch.empty(200, dtype=torch.bfloat16)])
+    assert made.count((100, 200)) == 2
+
+
+def test_dtypes_without_a_kernel_are_refused(recorder: Recorder) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64: have them in torch\.float32"):
+        CudaSums().sum_squares([torch.empty(3, dtype=torch.float64)])
+
+
+def test_sums_are_found_by_name() -> None:
+    grads = {"a": gradient(300, torch.float32), "b": gradient(5000, torch.float32)}
+    sums = SquareSums(["b", "other", "a"], CPU)
+    sums.find(grads)
+    a, b = sum_squares([*grads.values()]).tolist()
+    assert sums.values[0].tolist() == [b, 0.0, a]
+    assert sums.found == {"a", "b"}
