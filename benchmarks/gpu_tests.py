@@ -27,11 +27,11 @@ def tests(device: Device, found: Findings) -> None:
     words = [*map(str, paths()), "-m", "gpu", *side_by_side()]
     if not device.on_gpu:
         found.stand_in(
-            "tests/gpu/test_one_gpu.py skips itself, and tests/estimate/test_nodes.py runs in place of the others"
+            "tests/gpu/test_one_gpu.py skips itself, and tests/estimate/test_forecast_nodes.py stands for the others"
         )
         words = [
             str(ROOT / "tests" / "gpu" / "test_one_gpu.py"),
-            str(ROOT / "tests" / "estimate" / "test_nodes.py"),
+            str(ROOT / "tests" / "estimate" / "test_forecast_nodes.py"),
             "-m",
             "not slow",
         ]

@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for wor
 
 import pytest
 import torch
+import torch.distributed as dist
 import warm_python
 from pool import Pool
 
@@ -21,6 +22,16 @@ def pool() -> Iterator[Pool]:
     """gloo workers for the whole session: `pool.run(fn, ranks, *args)` gives the results in rank order."""
     with Pool() as workers:
         yield workers
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A process group of a test in this process would be the next test's too."""
+    yield
+    left = dist.is_initialized()
+    if left:
+        dist.destroy_process_group()
+    assert not left, "the test left a process group: destroy it"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

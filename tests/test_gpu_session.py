@@ -96,6 +96,7 @@ def test_a_rehearsal_runs_every_step_and_goes_on_past_one_that_fails_and_one_tha
     assert "rehearsal" in kept.stderr
 
 
+@pytest.mark.full("tests/test_gpu_session.py::test_no_session_writes_over_another")
 def test_what_the_budget_does_not_reach_is_listed(tmp_path: Path) -> None:
     with start(tmp_path, "--budget-s", "9", "--inject", "hang", "--from", "gpu_1b") as running:
         running.communicate(timeout=SECONDS)

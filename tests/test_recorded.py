@@ -43,7 +43,7 @@ def known(pool: Pool, golden: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-KEPT = 20
+KEPT = 14
 every_run = pytest.mark.parametrize("name", RUNS)
 
 

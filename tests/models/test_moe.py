@@ -8,6 +8,7 @@ from typing import Any
 import decoders
 import pytest
 import torch
+import torch.distributed as dist
 from moe_reference import TokenByToken
 
 from dzero import describe, save_pretrained, shard
@@ -86,3 +87,4 @@ def test_a_mixture_is_not_published_as_a_llama(tmp_path: Path) -> None:
     assert describe(model) is None
     with pytest.raises(ValueError, match="only models of transformers, and llamas and Mixtrals"):
         save_pretrained(shard(model, stage=0), tmp_path / "out")
+    dist.destroy_process_group()  # that of one rank, which shard makes

@@ -62,7 +62,7 @@ def test_stochastically_rounded_moments_are_the_same_however_they_are_cut(pool: 
         assert unequal(first, other) == []
 
 
-@pytest.mark.full("tests/test_golden.py::test_a_run_has_the_bits_that_it_had")
+@pytest.mark.full("tests/test_recorded.py::test_a_run_has_the_bits_that_it_had")
 def test_small_moments_train_like_fp32_moments(pool: Pool) -> None:
     """Tolerance: 5 % of the loss, averaged over the last 20 of 120 steps, in which it falls by more than half."""
     ends = {}
@@ -85,7 +85,7 @@ def over_copies(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     return results
 
 
-@pytest.mark.full("tests/test_golden.py::test_a_run_has_the_bits_that_it_had")
+@pytest.mark.full("tests/test_recorded.py::test_a_run_has_the_bits_that_it_had")
 def test_small_moments_over_copies_stay_copies(pool: Pool) -> None:
     """Ranks 0 and 2, and 1 and 3, hold the same shard; moments of 8 bits are padded alike on every rank, and finite."""
     ranks = pool.run(over_copies, 4)

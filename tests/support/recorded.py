@@ -175,6 +175,7 @@ def _trained(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
         microbatches=run.microbatches,
     )
     optim = optimizer(run, sharded)
+    schedule = testing.schedule(optim)
     losses, norms, scales = [], [], []
     for of_step in small_decoders.batches(run.net, steps=run.steps, ranks=ranks, microbatches=run.microbatches):
         sharded.ledger.take()
@@ -214,7 +215,7 @@ def _trained(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
         "kept": kept,
         "resting": testing.resting_bytes(sharded),
         "tiers": testing.bytes_on_tiers(optim),
-        "schedule": testing.schedule(optim),
+        "schedule": schedule,
         "table": repr(sharded).replace(folder, "FOLDER"),
         "files": files_of(Path(folder, "saved")) if rank == 0 else {},
     }

@@ -130,7 +130,7 @@ WAYS = {
     "train.accumulate=4 zero.stage=1",
 }
 """The kind of model, ranks, the rule, and settings."""
-DEFAULT = ("2 ranks", "tensor", "norms of rows, on the host", "llama, pipeline")
+DEFAULT = ("2 ranks", "tensor", "norms of rows, on the host")
 STEP_TEST = "tests/trainer/test_lora.py::test_steps_and_folders_are_those_of_plain_peft"
 
 

@@ -55,7 +55,8 @@ def trained(sharded: Sharded) -> int:
 
 def control_by_hand(sharded: Sharded) -> dict[Entry, Traffic]:
     """One small gather per axis and step decides for all: 8 bytes (fp64) for each trained parameter, and a checksum; of
-    the copies first, and what they said along the shard axis. (Slices between many ranks: tests/optim/test_grad_norm.)
+    the copies first, and what they said along the shard axis. Slices between many ranks are asked in
+    tests/optim/inside/test_inside_norm_sums.py.
     """
     copies, shards, told = sharded.layout.replicate, sharded.layout.shard, 8 * (1 + trained(sharded))
     sent = {"replicate": (copies - 1) * told, "shard": (shards - 1) * copies * told}

@@ -239,6 +239,7 @@ def stand(rank: int, ranks: int) -> str:
     return told[0] if told else ""
 
 
+@pytest.mark.full("tests/comm/test_watchdog.py::test_a_loop_of_ones_own_that_stalls_says_who_waits_where")
 def test_a_collective_that_the_device_waits_in_is_told_at_the_timeout(pool: Pool) -> None:
     said, _ = pool.run(stand, 2)
     assert "rank 0 got no answer in #2 all_gather of layers.1 over shard [64 x float32]" in said
@@ -268,6 +269,7 @@ def held_through_beats(rank: int, ranks: int) -> list[bool]:
         gc.enable()
 
 
+@pytest.mark.full("tests/zero/test_made_anew.py::test_what_is_made_anew_leaves_nothing")
 def test_what_a_call_had_is_freed_when_it_returns(pool: Pool) -> None:
     assert pool.run(held_through_beats, 2) == [[False, False]] * 2
 

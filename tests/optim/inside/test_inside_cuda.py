@@ -11,7 +11,7 @@
 
 The interpreter calls NumPy once per operation, so it could not show a contraction; that is what the compiled code is
 for. Only a GPU can show that its division and square root round as NVIDIA says, and that the launch itself works:
-tests/gpu/test_adamw_kernel.py and test_sums_kernel.py compare bits there. Kernels are interpreted in a process of their
+tests/gpu/inside/test_inside_gpu_kernels.py compares bits there. Kernels are interpreted in a process of their
 own, because Triton decides at its import whether it interprets.
 """
 
