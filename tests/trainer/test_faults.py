@@ -41,14 +41,14 @@ def saved(folder: Path) -> dict[str, bytes]:
     return files
 
 
-STOPPED = "tests/trainer/test_faults.py::test_a_stopped_rank_is_named_at_the_timeout_with_the_last_collective_of_each"
+STOPPED = "tests/comm/test_watchdog.py::test_a_loop_of_ones_own_that_stalls_says_who_waits_where"
 KILLED = "tests/trainer/test_faults.py::test_a_killed_rank_is_named_and_all_are_gone"
 SAVED = "tests/trainer/test_faults.py::test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stopped"
 
 # Dead and hung ranks
 
 
-@pytest.mark.full("tests/comm/test_watchdog.py::test_a_loop_of_ones_own_that_stalls_says_who_waits_where")
+@pytest.mark.full(STOPPED)
 @pytest.mark.parametrize("launcher", [(), pytest.param(HERE, marks=pytest.mark.slow)], ids=["plain", "torchrun"])
 def test_a_stopped_rank_is_named_at_the_timeout_with_the_last_collective_of_each(
     text: Path, tmp_path: Path, launcher: tuple[str, ...]
