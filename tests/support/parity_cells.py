@@ -25,7 +25,6 @@ from recorded import whole
 from torch import nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ScalerConfig, ZeroConfig, shard
-from dzero.optim import cpu_kernels
 
 STEPS, LR, CLIP = 12, 3e-3, 0.5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,7 +155,7 @@ def _oracle(
         ),
         clip=CLIP,
         loss_scale=reference.LossScale(**SCALE) if precision == "fp16" else None,
-        sum_squares=lambda chunk: cpu_kernels.sum_squares([chunk.contiguous()]).item(),
+        sum_squares=reference.sum_squares_in_lanes,
         delay_after=delay_after,
     )
 
