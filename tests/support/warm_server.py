@@ -132,6 +132,9 @@ def _renew() -> None:
     np.random.seed()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
+        # In a child that this process forks, torch makes its pool of threads anew at the first use, which its first two
+        # threads could both be: one of them would raise "Invalid thread pool!".
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(int(threads)))
     for number in (signal.SIGHUP, signal.SIGQUIT):  # as in a terminal, though the tests may run in the background
         signal.signal(number, signal.SIG_DFL)
     for package in os.environ.pop(warm_python.WITHOUT, "").split():
