@@ -87,10 +87,9 @@ def encoded(model: Path) -> list[dict[str, Any]]:
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch of conversations, padded to the longest."""
-
-    def pad(key: str, value: int) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True, padding_value=value)
-
-    seen = [{"seen": torch.ones_like(row["input_ids"])} for row in rows]
-    mask = torch.nn.utils.rnn.pad_sequence([row["seen"] for row in seen], batch_first=True)
-    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100), "attention_mask": mask}
+    columns = {key: [row[key] for row in rows] for key in ("input_ids", "labels")}
+    columns["attention_mask"] = [torch.ones_like(each) for each in columns["input_ids"]]
+    return {
+        key: torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=-100 if key == "labels" else 0)
+        for key, each in columns.items()
+    }

@@ -35,7 +35,6 @@ AS_A_USER = "DZERO_TESTS_AS_A_USER"
 """Has a fork obey the permissions of files, also where the tests run as root."""
 ROOT = Path(__file__).parents[2]
 PLAIN = subprocess.Popen
-START_S = 120.0
 
 
 class Popen(PLAIN):  # type: ignore[type-arg]
