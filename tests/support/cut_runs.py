@@ -43,7 +43,7 @@ class Run:
 
     Attributes:
         replicate: Replicas of stages 1 to 3.
-        offload: Tier of gradients, masters and moments; `activations`: that of activations.
+        offload: Tier of gradients, masters and moments.
         parts: Pipeline stages on a rank.
         hf: Kind of a model of transformers, which has the values that each rank draws.
         experts: Number of experts; 0 for a dense model. forced: every token chooses one of them.
@@ -58,10 +58,7 @@ class Run:
     steps: int = 5
     microbatches: int = 1
     replicate: int = 1
-    optimizer_shard_axes: tuple[str, ...] = ("shard",)
-    node_ranks: int | None = None
     offload: str = "device"
-    activations: str = "device"
     recompute: str = "none"
     attention: str = "all_gather"
     reduction: str = "auto"
@@ -138,13 +135,12 @@ def build(run: Run, optimizer: Callable[[dzero.Sharded], Any] = adamw) -> Made:
     how = dzero.ParallelConfig(ep=run.ep, cp=run.cp, cp_attention=run.attention, stages_per_rank=run.parts)
     cut = dzero.parallelize(model, mesh, how)
     decoders.in_blocks(model, activation_checkpoint=run.recompute, loss_tiles=run.loss_tiles)
-    zero = {"reduction": run.reduction, "node_ranks": run.node_ranks, "unused": run.unused}
-    tiers: dict[str, Any] = dict.fromkeys(("grad", "master", "moments"), run.offload) | {"activations": run.activations}
-    if "disk" in tiers.values():
+    tiers: dict[str, Any] = dict.fromkeys(("grad", "master", "moments"), run.offload)
+    if run.offload == "disk":
         tiers["disk"] = dzero.DiskConfig(paths=[gettempdir()], block_bytes=8192)
     sharded = dzero.shard(
         cut,
-        dzero.ZeroConfig(stage=run.stage, optimizer_shard_axes=[*run.optimizer_shard_axes], **zero),
+        dzero.ZeroConfig(stage=run.stage, reduction=run.reduction, unused=run.unused),
         precision=dzero.PrecisionConfig(**run.precision),
         offload=dzero.OffloadConfig(**tiers),
         microbatches=run.microbatches,

@@ -12,6 +12,6 @@ def llama(vocab_size: int = 61, **sizes: Any) -> nn.Module:
     return decoders.with_values(vocab_size, **{"kv_heads": 2, **sizes})
 
 
-def mixture(vocab_size: int = 61, **sizes: Any) -> nn.Module:
+def mixture(vocab_size: int = 61) -> nn.Module:
     """A Mixtral of four experts, of which a token uses two."""
-    return llama(vocab_size, kind="moe", experts=4, top_k=2, balance="none", **sizes)
+    return llama(vocab_size, kind="moe", experts=4, top_k=2, balance="none")

@@ -32,8 +32,8 @@ FIXED = [
 """Settings of runs whose numbers an oracle has: 16 sequences are all conversations once, or twice if packed."""
 
 
-def make(folder: Path, chats: int = 16) -> Path:
-    """Write a small llama beside `chats.jsonl`, the first conversations of the example."""
+def make(folder: Path) -> Path:
+    """Write a small llama beside `chats.jsonl`, the first 16 conversations of the example."""
     spec = importlib.util.spec_from_file_location("make_model", EXAMPLE / "make_model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +45,7 @@ def make(folder: Path, chats: int = 16) -> Path:
     config.update(sizes)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    (folder / "chats.jsonl").write_text("".join(CHATS.read_text().splitlines(keepends=True)[:chats]))
+    (folder / "chats.jsonl").write_text("".join(CHATS.read_text().splitlines(keepends=True)[:16]))
     return folder / "model"
 
 

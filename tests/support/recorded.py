@@ -202,7 +202,7 @@ def _trained(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
         checkpoints.finish()
     dist.barrier()
     return {
-        "losses": losses,
+        "losses": [sum(loss.item() for loss in of_step) for of_step in losses],
         "norms": norms,
         "scales": scales,
         "states": {name: {key: whole(value) for key, value in each.items()} for name, each in states.items()},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import small_decoders
@@ -45,23 +45,27 @@ def sharded_net(
     return shard(model, zero, precision=kinds, offload=offload, mesh=mesh, microbatches=microbatches)
 
 
-def backward(sharded: Sharded, optim: Any, batches: list[Tensor]) -> float:
-    """Forward and backward of one step's microbatches; the mean loss of this rank."""
-    total = 0.0
+def losses_of(sharded: Sharded, optim: Any, batches: list[Tensor]) -> Iterator[Tensor]:
+    """Forward and backward of one step's microbatches; what each adds to the mean loss, where it was computed."""
     for index, batch in enumerate(batches):
         with sharded.microbatch(is_last=index == len(batches) - 1):
             loss = small_decoders.loss_fn(sharded.model, batch.to(sharded.mesh.device_type)) / len(batches)
             optim.scale_loss(loss).backward()
-        total += loss.item()
-    return total
+        yield loss.detach()
 
 
-def step(sharded: Sharded, optim: Any, batches: list[Tensor]) -> tuple[float, float | None, float]:
-    """One step: this rank's loss, the norm, which is None where the step was skipped, and the loss scale."""
-    loss, scale = backward(sharded, optim, batches), optim.grad_scale
+def backward(sharded: Sharded, optim: Any, batches: list[Tensor]) -> float:
+    """Forward and backward of one step's microbatches; the mean loss of this rank."""
+    return sum(loss.item() for loss in losses_of(sharded, optim, batches))
+
+
+def step(sharded: Sharded, optim: Any, batches: list[Tensor]) -> tuple[list[Tensor], float | None, float]:
+    """One step, in which a host waits for its device only where dzero does: what `losses_of` gives, the norm, which is
+    None where the step was skipped, and the loss scale."""
+    losses, scale = [*losses_of(sharded, optim, batches)], optim.grad_scale
     optim.step()
     decision = optim.last_decision
-    return loss, decision.norm if decision.finite else None, scale
+    return losses, decision.norm if decision.finite else None, scale
 
 
 def train(sharded: Sharded, optim: Any, net: str = "even", *, steps: int, seed: int = 0) -> list[float]:
