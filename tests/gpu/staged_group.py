@@ -1,39 +1,133 @@
 """Collectives of CUDA tensors among several processes on one GPU, which nccl refuses: staged through gloo.
 
-`staged_lanes.py` says how an operation travels and what it keeps of nccl's promises; here are the operations.
+    caller's stream    ... work of the caller ... ready ...................... waits for `up` ... goes on
+    down stream                                   waits for `ready`, copies to pinned memory, records `down`
+    a lane's thread                               waits for `down`, exchanges host tensors over gloo
+    up stream                                                               copies to the device, records `up`
+
+So kernels, streams, events and the caching allocator are the real ones, and only the transport is not. What nccl
+promises is kept: an operation reads its inputs and writes its outputs behind the work that the caller's stream holds
+now; `work.wait()` lets the current stream wait for the result; an operation that is not asynchronous is in order on the
+current stream; collectives of a group run in the order in which they were begun; tensors live until the work was waited
+for. One thing differs: `wait()` also holds the host until gloo is done, since a stream cannot wait for an event that
+another thread has yet to record. Sends and receives have a lane for each peer and direction, so that no order in which
+they are posted deadlocks, where nccl needs them batched. Reductions gather the parts and fold them in rank order, in
+their own dtype.
+
+With device type `cpu` the same code runs without streams: that is how it is tested where there is no GPU.
 
 Note: why kernels of the dispatcher and no subclass of `ProcessGroup`. C++ calls a Python subclass for some of its
 methods only: it would be passed by where `_allgather_base` and `_reduce_scatter_base` are called on the base class, as
 dzero calls them. Every way into a collective, from Python or C++, ends at an operator `c10d::...`, whose names and
 arguments are the same from torch 2.11 to 2.13. These are replaced for one type of device, by `staged`.
-
-Reductions gather the parts and fold them in rank order, in their own dtype.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from staged_lanes import Lanes
 from torch import Tensor
+from torch._C._distributed_c10d import PythonCallbackWork
 
 BACKEND = "staged"
 """The name for `init_process_group`, as in "cpu:gloo,cuda:staged"."""
+COLLECTIVE = "collective"
+"""The lane of what all ranks of a group do together."""
+Exchange = Callable[[Any, list[Tensor], list[Tensor]], None]
+"""exchange(gloo, sources, targets): blocks until the host tensors `targets` hold what was asked for."""
 FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.RedOpType.SUM: torch.add,
     dist.ReduceOp.RedOpType.AVG: torch.add,
-    dist.ReduceOp.RedOpType.PRODUCT: torch.mul,
     dist.ReduceOp.RedOpType.MIN: torch.minimum,
     dist.ReduceOp.RedOpType.MAX: torch.maximum,
 }
 """How two parts are reduced; other operations are a KeyError."""
+
+
+class Lanes:
+    """The copy streams of a process, and a thread for each lane of each group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self._down, self._up = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
+        self._threads: dict[tuple[str, str], ThreadPoolExecutor] = {}
+
+    def begin(
+        self,
+        boxed: Any,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        exchange: Exchange,
+        *,
+        now: bool = False,
+        lane: str = COLLECTIVE,
+    ) -> Any:
+        """Start an operation behind the current stream's work, and return its boxed work.
+
+        boxed: the group, as the dispatcher hands it over. reads, writes: tensors on the device, of which the former go
+        to the host first and the latter take the result. exchange: what gloo does with them. now: the current stream
+        waits here, as for an operation that is not asynchronous. lane: operations of one run one after the other.
+        """
+        group = dist.ProcessGroup.unbox(boxed)
+        sources, targets = ([self._on_host(each) for each in tensors] for tensors in (reads, writes))
+        if self._down is not None:
+            self._down.wait_event(torch.cuda.current_stream(self.device).record_event())
+        down = copied(self._down, sources, reads)
+        if (thread := self._threads.get((group.group_name, lane))) is None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix=f"staged {lane}")
+            self._threads[group.group_name, lane] = thread
+        gloo = group._get_backend(self.device)
+        coming = thread.submit(self._finish, down, gloo, exchange, sources, targets, [*reads], [*writes])
+        held: list[Sequence[Tensor]] = [reads, writes]
+
+        def wait(_: timedelta = timedelta()) -> bool:
+            up = coming.result()
+            if up is not None:
+                torch.cuda.current_stream(self.device).wait_event(up)
+            held.clear()
+            return True
+
+        if now:
+            wait()
+        return PythonCallbackWork(wait).boxed()
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False)
+
+    def _on_host(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._down is not None)
+
+    def _finish(
+        self, down: Any, gloo: Any, exchange: Exchange, sources: Any, targets: Any, reads: Any, writes: Any
+    ) -> Any:
+        """Exchange on the host and copy to the device; `reads` live until they were copied. In a lane's thread."""
+        if down is not None:
+            down.synchronize()
+        reads.clear()
+        exchange(gloo, sources, targets)
+        return copied(self._up, writes, targets)
+
+
+def copied(stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+    """Copy on a stream; the event behind that, None where there are no streams.
+
+    `.data` has a version counter of its own, so that nobody takes what arrives for an edit.
+    """
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        for target, source in zip(targets, sources, strict=True):
+            target.data.copy_(source.data, non_blocking=stream is not None)
+        return None if stream is None else stream.record_event()
 
 
 @contextmanager
@@ -110,16 +204,6 @@ def _all_reduce_coalesced(
     return lanes.begin(group, tensors, tensors, exchange, now=not async_op)
 
 
-def _reduce(
-    lanes: Lanes, tensors: list[Tensor], group: Any, op: Any, root: int, _: int, async_op: bool = True, __: int = -1
-) -> Any:
-    def exchange(gloo: Any, sources: list[Tensor], targets: list[Tensor]) -> None:
-        every = gathered(gloo, sources[0])
-        targets[0].copy_(folded(every, op) if gloo.rank() == root else sources[0])
-
-    return lanes.begin(group, tensors, tensors, exchange, now=not async_op)
-
-
 def _all_gather(
     lanes: Lanes, outputs: list[list[Tensor]], inputs: list[Tensor], group: Any, async_op: bool = True, _: int = -1
 ) -> Any:
@@ -163,19 +247,6 @@ def _reduce_scatter_single(
     lanes: Lanes, output: Tensor, given: Tensor, group: Any, op: Any, async_op: bool = True, _: int = -1
 ) -> tuple[Tensor, Any]:
     return output, _reduce_scatter_coalesced(lanes, [output], [given], group, op, async_op, 0)
-
-
-def _reduce_scatter(
-    lanes: Lanes,
-    outputs: list[Tensor],
-    inputs: list[list[Tensor]],
-    group: Any,
-    op: Any,
-    async_op: bool = True,
-    _: int = -1,
-) -> Any:
-    whole = torch.stack([*inputs[0]])
-    return outputs, _reduce_scatter_coalesced(lanes, outputs, [whole], group, op, async_op, 0)
 
 
 def _all_to_all_single(
@@ -226,11 +297,9 @@ def _receive(lanes: Lanes, tensors: list[Tensor], group: Any, peer: int, tag: in
 KERNELS: dict[str, Callable[..., Any]] = {
     "allreduce_": _all_reduce,
     "allreduce_coalesced_": _all_reduce_coalesced,
-    "reduce_": _reduce,
     "allgather_": _all_gather,
     "_allgather_base_": _all_gather_single,
     "allgather_into_tensor_coalesced_": _all_gather_coalesced,
-    "reduce_scatter_": _reduce_scatter,
     "_reduce_scatter_base_": _reduce_scatter_single,
     "reduce_scatter_tensor_coalesced_": _reduce_scatter_coalesced,
     "alltoall_base_": _all_to_all_single,

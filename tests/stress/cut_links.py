@@ -1,4 +1,4 @@
-"""Ranks on two nodes that are cut off each other, and how long any of them lives on: python cut_links.py FOLDER CUTS.
+"""Ranks on two nodes that are cut off each other, and how long any of them lives on.
 
     two network namespaces with a wire between them      a process that hosts the store of the ranks, on the first node
     half of the ranks on either                          `train.py`, a loop of one's own, or `DzeroTrainer`
@@ -9,12 +9,11 @@
     store stopped       The host of the store is stopped, and a rank of the first node with it.
     node gone           The interface goes down, and the store and the ranks of the first node are killed.
 
-Every rank that is left must end within the timeout and `GRACE_S`, whatever the store does. The last line is JSON.
+Every rank that is left must end within the timeout and `GRACE_S`, whatever the store does.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -24,21 +23,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from small_runs import ROOT, SMALL, write_text
 from two_nodes import NODES, WIRES, ip, two_nodes
 
 CUTS = ("link down", "packets dropped", "store stopped", "node gone")
 PROGRAMS = ("train.py", "own loop", "DzeroTrainer")
-TIMEOUT_S, GRACE_S, START_S = 8.0, 5.0, 120.0
+TIMEOUT_S, GRACE_S, HANGS_S = 8.0, 5.0, 120.0
 PORT = 29500
 HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """A running rank, its node, and where its output goes."""
 
     process: subprocess.Popen[bytes]
@@ -46,11 +44,9 @@ class Rank:
     log: Path
 
     def has_ended(self) -> bool:
-        """Whether it has."""
         return self.process.poll() is not None
 
     def steps(self) -> int:
-        """How many it has made."""
         return max(map(int, re.findall(r"step=(\d+)\s", self.log.read_text())), default=0)
 
 
@@ -71,10 +67,8 @@ def running(
     """The ranks of a run after some steps, whose collectives use `wire`, and the process that hosts their store."""
     folder.mkdir(parents=True)
     data = write_text(folder / "words.txt")
-    store = subprocess.Popen(
-        ["ip", "netns", "exec", nodes[0], sys.executable, str(HERE / "cut_programs.py"), "store", NODES[0], str(PORT)]
-    )
-    started = []
+    host = [sys.executable, str(HERE / "cut_programs.py"), "store", NODES[0], str(PORT)]
+    store, started = subprocess.Popen(["ip", "netns", "exec", nodes[0], *host]), list[Rank]()
     try:
         for rank in range(ranks):
             node, log = rank * 2 // ranks, folder / f"rank{rank}.txt"
@@ -83,15 +77,11 @@ def running(
             agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": wire}
             (home := folder / str(rank)).mkdir()
             with log.open("wb") as output:
-                process = subprocess.Popen(
-                    ["ip", "netns", "exec", nodes[node], *command(program, data, timeout_s)],
-                    env=os.environ | {key: str(value) for key, value in (local | group | agent).items()},
-                    cwd=home,
-                    stdout=output,
-                    stderr=output,
-                )
+                line = ["ip", "netns", "exec", nodes[node], *command(program, data, timeout_s)]
+                env = os.environ | {key: str(value) for key, value in (local | group | agent).items()}
+                process = subprocess.Popen(line, env=env, cwd=home, stdout=output, stderr=output)
             started.append(Rank(process, node, log))
-        until_s = time.monotonic() + START_S
+        until_s = time.monotonic() + HANGS_S
         while started[0].steps() < 5:
             if time.monotonic() > until_s or any(map(Rank.has_ended, started)):
                 raise RuntimeError("\n".join(rank.log.read_text() for rank in started))
@@ -126,7 +116,7 @@ def cut(kind: str, nodes: tuple[str, str], ranks: list[Rank], store: subprocess.
 def lived_s(ranks: list[Rank], timeout_s: float) -> list[float]:
     """Seconds after which each rank ended, from now on; of one that lives too long, how long it was waited for."""
     began_s, ended = time.monotonic(), dict[int, float]()
-    while len(ended) < len(ranks) and time.monotonic() < began_s + timeout_s + 4 * GRACE_S:
+    while len(ended) < len(ranks) and time.monotonic() < began_s + timeout_s + HANGS_S:
         for index, rank in enumerate(ranks):
             if index not in ended and rank.has_ended():
                 ended[index] = time.monotonic() - began_s
@@ -141,24 +131,3 @@ def measure(kind: str, program: str, ranks: int, folder: Path, timeout_s: float 
         left = cut(kind, nodes, started, store)
         longest_s = max(lived_s(left, timeout_s))
         return longest_s, [rank.log.read_text() for rank in left]
-
-
-def main() -> None:
-    folder, cuts = Path(sys.argv[1]), int(sys.argv[2])
-    longest: dict[str, float] = {}
-    wrong: list[str] = []
-    for program in PROGRAMS:
-        for ranks in (2, 4):
-            for number in range(cuts):
-                kind = CUTS[number % len(CUTS)]
-                where = f"{program}, {ranks} ranks, {kind}"
-                lasted_s, said = measure(kind, program, ranks, folder / f"{program}-{ranks}-{number}")
-                longest[where] = max(longest.get(where, 0.0), lasted_s)
-                print(f"{where}: {lasted_s:.1f} s", flush=True)
-                if lasted_s > TIMEOUT_S + GRACE_S:
-                    wrong += [f"{where}: {lasted_s:.1f} s", *said]
-    print(json.dumps({"timeout_s": TIMEOUT_S, "longest_s": longest, "wrong": wrong}))
-
-
-if __name__ == "__main__":
-    main()

@@ -45,28 +45,14 @@ def trainer(timeout_s: str) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             print(f"step={state.global_step}", flush=True)
 
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, **sizes)
     torch.manual_seed(0)
     tokens = torch.randint(0, 64, (4096, 16))
     data = [{"input_ids": each, "labels": each} for each in tokens]
-    args = transformers.TrainingArguments(
-        output_dir="out",
-        max_steps=1_000_000,
-        per_device_train_batch_size=2,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        ddp_timeout=int(float(timeout_s)),
-    )
+    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    asked = {"max_steps": 1_000_000, "per_device_train_batch_size": 2, "ddp_timeout": int(float(timeout_s))}
+    args = transformers.TrainingArguments(output_dir="out", use_cpu=True, **asked, **quiet)
     model = transformers.LlamaForCausalLM(config)
     DzeroTrainer(model=model, args=args, train_dataset=data, dzero={"stage": 3}, callbacks=[Says()]).train()
 

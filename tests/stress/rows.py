@@ -51,15 +51,22 @@ def per_1000(numbers: Sequence[int], found: Sequence[float]) -> float:
     return 1000 * (min(last) - min(third)) / (numbers[-1] / 4)
 
 
-def write_row(name: str, row: dict[str, Any]) -> None:
-    """Write a row of figures into benchmarks/results, with hardware, versions and commit."""
+def write_row(name: str, question: str, file: str, of: dict[str, int], **figures: Any) -> None:
+    """Write a row of figures into benchmarks/results, with hardware, versions and commit.
+
+    of: the numbers that the environment gives, as `count` names them.
+    """
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    cores = len(os.sched_getaffinity(0))
-    where = {
-        "hardware": f"{cores} cores ({platform.machine()}), shared",
+    given = " ".join(f"DZERO_{key}={value}" for key, value in of.items())
+    row = {
+        "question": question,
+        "command": f"{given} pytest -m slow tests/stress/{Path(file).name}",
+        **{key.lower(): value for key, value in of.items()},
+        **figures,
+        "hardware": f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), shared",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "backend": "gloo",
         "commit": commit.stdout.strip(),
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(row | where, indent=2) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(row, indent=2) + "\n")

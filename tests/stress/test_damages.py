@@ -88,14 +88,7 @@ def test_a_run_lands_on_the_newest_step_that_is_whole_with_its_bits(pool: Pool, 
         done[kind] += 1
         landed[way] += 1
         shutil.rmtree(shelf)
-    row = {
-        "question": "Does a run with a randomly damaged newest checkpoint go on from the newest whole one, bit by bit?",
-        "command": f"DZERO_DAMAGES={damages} pytest -m slow tests/stress/test_damages.py",
-        "seed": SEED,
-        "damages": damages,
-        "wrong": wrong,
-        "damaged": dict(done),
-        "ways": dict(landed),
-    }
-    write_row("checkpoint_damages", row)
+    question = "Does a run with a randomly damaged newest checkpoint go on from the newest whole one, bit by bit?"
+    figures = {"seed": SEED, "wrong": wrong, "damaged": dict(done), "ways": dict(landed)}
+    write_row("checkpoint_damages", question, __file__, {"DAMAGES": damages}, **figures)
     assert wrong == []

@@ -74,14 +74,8 @@ def test_no_kill_loses_a_checkpoint_that_was_reported_as_saved(tmp_path: Path) -
         victim, broken = kill(way, told[way], tmp_path / str(number), text, draw)
         whom[victim] += 1
         wrong += [f"kill {number}: {each}" for each in broken]
-    row = {
-        "question": "Does a training run that is killed at any moment lose a checkpoint that it had reported as saved?",
-        "command": f"DZERO_KILLS={kills} pytest -m slow tests/stress/test_random_kills.py",
-        "seed": SEED,
-        "kills": kills,
-        "killed": dict(whom),
-        "wrong": wrong,
-        "steps_saved": {way: each.saved for way, each in told.items()},
-    }
-    write_row("checkpoint_random_kills", row)
+    question = "Does a training run that is killed at any moment lose a checkpoint that it had reported as saved?"
+    saved = {way: each.saved for way, each in told.items()}
+    figures = {"seed": SEED, "killed": dict(whom), "wrong": wrong, "steps_saved": saved}
+    write_row("checkpoint_random_kills", question, __file__, {"KILLS": kills}, **figures)
     assert wrong == []

@@ -89,14 +89,7 @@ def test_random_settings_train_or_are_refused(tmp_path: Path) -> None:
         counts["from a cold start"] += real
         if how not in ("trained", "refused"):
             wrong.append({"settings": " ".join(settings), "how": how, "told": told[-2000:]})
-    row = {
-        "question": "Do random settings ever end the command with a traceback, with another exit code, or not at all?",
-        "command": f"DZERO_CASES={cases} DZERO_SEED={seed} pytest -m slow tests/stress/test_settings.py",
-        "seed": seed,
-        "ran": cases,
-        "counts": dict(counts),
-        "seconds": round(time.monotonic() - began_s),
-        "wrong": wrong,
-    }
-    write_row(f"settings-stress-{seed}", row)
+    question = "Do random settings ever end the command with a traceback, with another exit code, or not at all?"
+    figures = {"counts": dict(counts), "seconds": round(time.monotonic() - began_s), "wrong": wrong}
+    write_row(f"settings-stress-{seed}", question, __file__, {"CASES": cases, "SEED": seed}, **figures)
     assert wrong == []

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from made_anew import KINDS, cycles, resources
+from made_anew import KINDS, cycles, of_process, resources
 from made_anew import WHAT as OF_CYCLES
 from pool import Pool
 from rows import WAYS, count, per_1000, words, write_row
@@ -20,7 +20,7 @@ from small_runs import write_text
 from train_runs import running
 
 SOAKED = ("stage 0, device", "stage 2, host", "stage 3, everything on disk")
-WHAT = ("rss_mib", "descriptors", "threads", "files")
+WHAT = ("descriptors", "threads", "rss_mib", "files")
 MOST_RSS_MIB = 0.5
 MOST_OF_CYCLES_MIB = 3.0
 """A process group that torch makes and destroys leaves 0.4 MiB per 1,000 times, and each Checkpointer has one."""
@@ -28,9 +28,7 @@ MOST_OF_CYCLES_MIB = 3.0
 
 def sample(pid: int, folder: Path) -> list[float]:
     """What a process has now, and how many files there are below `folder`."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    counts = [len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task")]
-    return [pages * os.sysconf("SC_PAGE_SIZE") / 2**20, *counts, sum(len(files) for _, _, files in os.walk(folder))]
+    return [*of_process(pid), sum(len(files) for _, _, files in os.walk(folder))]
 
 
 def grown_in(folder: Path, steps: int, way: str) -> dict[str, float]:
@@ -62,8 +60,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path: Path) -> None:
     steps = count("STEPS", 10_000)
     found = {WAYS[way]: grown_in(tmp_path / str(number), steps, way) for number, way in enumerate(SOAKED)}
     question = "What has a process more of per 1,000 steps, in the last quarter of a long run?"
-    asked = f"DZERO_STEPS={steps} pytest -m slow tests/stress/test_soak.py"
-    write_row("soak", {"question": question, "command": asked, "steps": steps, "per_1000_steps": found})
+    write_row("soak", question, __file__, {"STEPS": steps}, per_1000_steps=found)
     for way, grown in found.items():
         assert grown.pop("rss_mib") <= MOST_RSS_MIB, way
         assert max(grown.values()) <= 0.01, way
@@ -86,8 +83,7 @@ def test_nothing_grows_in_hundreds_of_cycles(pool: Pool, tmp_path: Path) -> None
         ranks = pool.run(grown, 2, kind, number, folder, timeout_s=3600)
         found[kind] = {what: round(max(rank[what] for rank in ranks), 3) for what in OF_CYCLES}
     question = "What has a process more of per 1,000 times that it makes something, in the last quarter?"
-    asked = f"DZERO_CYCLES={number} pytest -m slow tests/stress/test_soak.py"
-    write_row("soak_cycles", {"question": question, "command": asked, "cycles": number, "per_1000_cycles": found})
+    write_row("soak_cycles", question, __file__, {"CYCLES": number}, per_1000_cycles=found)
     for kind, more in found.items():
         assert more.pop("rss_mib") <= MOST_OF_CYCLES_MIB, kind
         assert max(more.values()) <= 0.01, kind

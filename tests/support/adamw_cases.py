@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,21 +72,14 @@ def params(kind: str, *, seed: int = 0, follows: Sequence[bool] = (False, True))
     options = itertools.product((FP32, BF16, FP16), (FP32, BF16), follows if kind.endswith("+ fp32") else (False,))
     for (grad, moments, follow), (elems, first) in itertools.product(options, zip(ELEMS, FIRSTS, strict=True)):
         name = f"{kind}.{grad}.{moments}.{follow}.{elems}"
-        yield param(kind, name, elems, first, grad, moments, follow, len(name) % 3, generator)
+        yield param(kind, name, (first, elems), (grad, moments), follow, generator)
 
 
 def param(
-    kind: str,
-    name: str,
-    elems: int,
-    first: int,
-    grad: torch.dtype,
-    moments: torch.dtype,
-    follows: bool,
-    row: int,
-    generator: torch.Generator,
+    kind: str, name: str, at: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], follows: bool, generator: Any
 ) -> Param:
     """Values over many binades, with ties of bf16, zeros of both signs and subnormal numbers among them."""
+    (first, elems), (grad, moments), row = at, dtypes, len(name) % 3
 
     def normal() -> Tensor:
         return torch.randn(elems, generator=generator)

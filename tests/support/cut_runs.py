@@ -10,7 +10,6 @@ A run is made from outside, through what `import dzero` offers, on a model of de
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -23,9 +22,9 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parity_cells import master_of, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from training_loops import master_of, whole
 
 import dzero
 from dzero import testing
@@ -44,7 +43,7 @@ class Run:
 
     Attributes:
         replicate: Replicas of stages 1 to 3.
-        offload: Tier of gradients, masters and moments; `activations`: that of activations.
+        offload: Tier of gradients, masters and moments.
         parts: Pipeline stages on a rank.
         hf: Kind of a model of transformers, which has the values that each rank draws.
         experts: Number of experts; 0 for a dense model. forced: every token chooses one of them.
@@ -59,10 +58,7 @@ class Run:
     steps: int = 5
     microbatches: int = 1
     replicate: int = 1
-    optimizer_shard_axes: tuple[str, ...] = ("shard",)
-    node_ranks: int | None = None
     offload: str = "device"
-    activations: str = "device"
     recompute: str = "none"
     attention: str = "all_gather"
     reduction: str = "auto"
@@ -139,27 +135,20 @@ def build(run: Run, optimizer: Callable[[dzero.Sharded], Any] = adamw) -> Made:
     how = dzero.ParallelConfig(ep=run.ep, cp=run.cp, cp_attention=run.attention, stages_per_rank=run.parts)
     cut = dzero.parallelize(model, mesh, how)
     decoders.in_blocks(model, activation_checkpoint=run.recompute, loss_tiles=run.loss_tiles)
-    uses_disk = "disk" in (run.offload, run.activations)
-    tiers = {"disk": dzero.DiskConfig(paths=[gettempdir()], block_bytes=8192)} if uses_disk else {}
+    tiers: dict[str, Any] = dict.fromkeys(("grad", "master", "moments"), run.offload)
+    if run.offload == "disk":
+        tiers["disk"] = dzero.DiskConfig(paths=[gettempdir()], block_bytes=8192)
     sharded = dzero.shard(
         cut,
-        dzero.ZeroConfig(
-            stage=run.stage,
-            reduction=run.reduction,
-            optimizer_shard_axes=[*run.optimizer_shard_axes],
-            node_ranks=run.node_ranks,
-            unused=run.unused,
-        ),
+        dzero.ZeroConfig(stage=run.stage, reduction=run.reduction, unused=run.unused),
         precision=dzero.PrecisionConfig(**run.precision),
-        offload=dzero.OffloadConfig(
-            **dict.fromkeys(("grad", "master", "moments"), run.offload), activations=run.activations, **tiers
-        ),
+        offload=dzero.OffloadConfig(**tiers),
         microbatches=run.microbatches,
         init=fill,
     )
+    balance = None
     if run.forced:
         force(sharded.model)
-    balance = None
     if run.experts:
         groups = {axis: sharded.mesh.get_group(axis) for axis in ("replicate", "shard")}
         groups |= {axis: group for axis, group in sharded.model_groups.items() if axis == "tp"}
@@ -226,11 +215,6 @@ def loss_between(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return loss if extra is None else loss + extra
 
 
-def cut_logits(tensor: Any) -> AbstractContextManager[None]:
-    """Around the loss of logits that `parallelize(...).tensor`, if there is one, has cut."""
-    return nullcontext() if tensor is None else tensor.loss()
-
-
 def backward(run: Run, made: Made, microbatches: Sequence[Tensor]) -> float | None:
     """Forward and backward of a step; the mean loss of this rank, where the last layers are."""
     sharded, context, losses = made.sharded, made.sharded.context, list[float]()
@@ -282,7 +266,7 @@ def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
     return {
         "losses": losses,
         "norms": norms,
-        "params": {name: whole(value).clone() for name, value in params_of(run, made).items()},
+        "params": {name: whole(value) for name, value in params_of(run, made).items()},
         "biases": biases(made),
         "sent": sent,
         "due": testing.expected_traffic(made.sharded) | (made.balance.expected() if made.balance else {}),
@@ -340,8 +324,8 @@ def states(made: Made) -> dict[str, Tensor]:
     found = {f"bias {name}": each for name, each in biases(made).items()}
     for name, param in made.sharded.named_params().items():
         of_param = made.optim.state[param]
-        found |= {f"param {name}": whole(param).clone(), f"master {name}": master_of(param, of_param).clone()}
-        found |= {f"{key} {name}": whole(of_param[key]).clone() for key in ("exp_avg", "exp_avg_sq", "step")}
+        found |= {f"param {name}": whole(param), f"master {name}": master_of(param, of_param)}
+        found |= {f"{key} {name}": whole(of_param[key]) for key in ("exp_avg", "exp_avg_sq", "step")}
     fused = ("attn.c_attn.weight", "attn.c_attn.bias")  # of GPT-2, whose ranks of tp view it as [..., 3, columns]
     return {
         key: each.flatten(-2) if key.endswith(fused) and key[:4] != "step" and each.shape[-2:-1] == (3,) else each
@@ -349,12 +333,16 @@ def states(made: Made) -> dict[str, Tensor]:
     }
 
 
+def checkpoints(made: Made, folder: Path) -> dzero.Checkpointer:
+    return dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim)
+
+
 def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     """Train a little and save; the states of this rank's layers."""
     made = build(run)
     for of_step in batches(STEPS, run.dp, run.microbatches)[:2]:
         one_step(run, made, of_step[reader_of(run)])
-    with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as files:
+    with checkpoints(made, folder) as files:
         files.save(2, {"model": dzero.describe(model_of(run))})
         files.finish()
     return states(made)
@@ -362,6 +350,6 @@ def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
 
 def loaded(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     made = build(run)
-    with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as files:
+    with checkpoints(made, folder) as files:
         files.resume("auto")
     return states(made)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -40,18 +39,17 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: Any) -> int:
-        if name == "send":
+        others = self.ranks - 1
+        if name in ("send", "all_to_all_single"):  # the latter to one other rank, as torch's ring calls it
             return nbytes(args[0])
         if name == "_allgather_base_":
-            return (self.ranks - 1) * nbytes(args[1])
+            return others * nbytes(args[1])
         if name == "_reduce_scatter_base_":
-            return (self.ranks - 1) * nbytes(args[0])
+            return others * nbytes(args[0])
         if name == "alltoall_base_":
-            return (self.ranks - 1) * nbytes(args[1]) // self.ranks
+            return others * nbytes(args[1]) // self.ranks
         if name == "allreduce_":
-            return 2 * (self.ranks - 1) * nbytes(args[0]) // self.ranks
-        if name == "all_to_all_single":  # to one other rank, as torch's ring calls it
-            return nbytes(args[0])
+            return 2 * others * nbytes(args[0]) // self.ranks
         if name in ("recv_", "barrier", "monitored_barrier_"):
             return 0
         raise AssertionError(f"c10d::{name} is not in the auditor's table")
@@ -60,23 +58,3 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def nbytes(tensors: Tensor | list[Tensor]) -> int:
     flat = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return sum(t.numel() * t.element_size() for t in flat)
-
-
-class ModelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The same of the collectives that a model cut over `ranks` calls itself, through DTensors: [calls, bytes sent]."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ranks, self.calls, self.sent_bytes = ranks, 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        name = func.name()
-        if name.startswith("_c10d_functional::") and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
-            small = min(nbytes(args[0]), nbytes(out))
-            shares = {"all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0, "all_reduce": 2 / self.ranks}
-            self.calls += 1
-            self.sent_bytes += round((self.ranks - 1) * shares[name.removeprefix("_c10d_functional::")] * small)
-        return out

@@ -107,13 +107,19 @@ KINDS: dict[str, Make] = {
 WHAT = ("groups", "descriptors", "threads", "scratch_folders", "rss_mib")
 
 
+def of_process(pid: int | str) -> tuple[int, int, float]:
+    """Descriptors, threads and memory in MiB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    descriptors, threads = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
+    return descriptors, threads, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def resources(folder: Path) -> list[float]:
     """What this process has, by `WHAT`; scratch folders are those below `folder`."""
     gc.collect()
-    groups = len(distributed_c10d._world.pg_map)
-    counts = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return [groups, *counts, len([*folder.glob("*/dzero-*")]), pages * os.sysconf("SC_PAGE_SIZE") / 2**20]
+    descriptors, threads, rss_mib = of_process("self")
+    groups, scratch_folders = len(distributed_c10d._world.pg_map), len([*folder.glob("*/dzero-*")])
+    return [groups, descriptors, threads, scratch_folders, rss_mib]
 
 
 def cycles(kind: str, number: int, folder: Path) -> Iterator[int]:

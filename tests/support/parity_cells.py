@@ -17,19 +17,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pairwise
+import recorded
 import reference
 import small_decoders
 import torch
 from pool import Pool
-from recorded import whole
+from recorded import DTYPES as DTYPES
 from torch import nn
+from training_loops import joined_master, states_of, step, whole
+from training_loops import master_of as master_of
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, ScalerConfig, ZeroConfig, shard
+from dzero import OffloadConfig
 
-STEPS, LR, CLIP = 12, 3e-3, 0.5
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# fp16 starts so high that the first steps overflow, and grows within the run.
+STEPS = 12
 SCALE = {"init": 2.0**21, "growth_interval": 4, "hysteresis": 2}
+"""So high that the first steps of fp16 overflow, and growing within the run."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Cell:
     net: str
     ranks: int
     compute: str = "param"
+
+    @property
+    def is_allowed(self) -> bool:
+        return self.master == "fp32" or self.precision == "bf16"
 
 
 FACTORS = {
@@ -55,69 +62,45 @@ FACTORS = {
 
 def full_product() -> list[Cell]:
     """Every combination that the table allows."""
-    cells = itertools.starmap(Cell, itertools.product(*FACTORS.values()))
-    return [cell for cell in cells if cell.master == "fp32" or cell.precision == "bf16"]
+    return [cell for cell in itertools.starmap(Cell, itertools.product(*FACTORS.values())) if cell.is_allowed]
 
 
 def pairwise_cover() -> list[Cell]:
-    """Few cells in which every allowed pair of values of two factors occurs (greedy, deterministic)."""
-    product = full_product()
-    missing = set().union(*(pairs(cell) for cell in product))
-    cover = []
-    while missing:
-        best = max(product, key=lambda cell: (len(pairs(cell) & missing), -cell.ranks * cell.microbatches))
-        cover.append(best)
-        missing -= pairs(best)
-    return cover
+    """Few cells in which every allowed pair of values of two factors occurs."""
+
+    def cost(row: pairwise.Row) -> float:
+        return float(row["ranks"] * row["microbatches"])
+
+    return [Cell(**row) for row in pairwise.cover(FACTORS, lambda row: Cell(**row).is_allowed, cost=cost)]
 
 
-def pairs(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    values = [(name, getattr(cell, name)) for name in FACTORS]
-    return set(itertools.combinations(values, 2))
+def pairs(cell: Cell) -> set[pairwise.Pair]:
+    return pairwise.pairs({name: getattr(cell, name) for name in FACTORS})
+
+
+def run_of(cell: Cell, delay_after: int | None = None) -> recorded.Run:
+    precision = {"param": cell.precision, "master": cell.master, "compute": cell.compute}
+    late = {} if delay_after is None else {"overlap": "delayed", "delay_warmup_steps": delay_after}
+    run = recorded.Run(cell.stage, cell.net, cell.ranks, microbatches=cell.microbatches, steps=STEPS, scale=SCALE)
+    return replace(run, precision=precision, offload=late)
 
 
 def train(rank: int, ranks: int, cell: Cell, offload: OffloadConfig | None = None) -> dict[str, Any] | None:
     """The worker's side: `STEPS` steps of the library; rank 0 returns what the oracle returns."""
-    sharded = shard(
-        small_decoders.build(cell.net),
-        ZeroConfig(stage=cell.stage),
-        precision=PrecisionConfig(param=cell.precision, master=cell.master, compute=cell.compute),
-        offload=offload,
-        microbatches=cell.microbatches,
-    )
-    optim = AdamW(sharded, lr=LR, max_norm=CLIP, scaler=ScalerConfig(**SCALE))
-    norms, scales, skipped = [], [], []
-    for of_step in small_decoders.batches(cell.net, steps=STEPS, ranks=ranks, microbatches=cell.microbatches):
-        for index, batch in enumerate(of_step[rank]):
-            with sharded.microbatch(is_last=index == cell.microbatches - 1):
-                loss = small_decoders.loss_fn(sharded.model, batch) / cell.microbatches
-                optim.scale_loss(loss).backward()
-        scales.append(optim.scaler.scale)
-        optim.step()
-        norms.append(optim.last_decision.norm)
-        skipped.append(not optim.last_decision.finite)
+    run = run_of(cell)
+    sharded, optim = recorded.made(run, offload=offload)
+    steps = [step(sharded, optim, of_step[rank]) for of_step in recorded.batches_of(run)]
     optim.synchronize()
-    states = {name: optim.state.get(p, {}) for name, p in sharded.named_params().items()}
+    states = {n: {k: whole(v) for k, v in each.items()} for n, each in states_of(sharded, optim).items()}
+    trained = {name: each for name, each in states.items() if len(each) > 1}
     result = {
-        "norms": norms,
-        "scales": scales,
-        "skipped": skipped,
-        "params": {name: whole(p) for name, p in sharded.named_params().items()},
-        "moments": {n: (whole(s["exp_avg"]), whole(s["exp_avg_sq"])) for n, s in states.items() if s},
-        "masters": {n: master_of(sharded.named_params()[n], s) for n, s in states.items() if s},
+        "norms": [norm for _, norm, _ in steps],
+        "scales": [scale for _, _, scale in steps],
+        "params": {name: each["value"] for name, each in states.items()},
+        "moments": {name: (each["exp_avg"], each["exp_avg_sq"]) for name, each in trained.items()},
+        "masters": {name: joined_master(each) for name, each in trained.items()},
     }
     return result if rank == 0 else None
-
-
-def master_of(param: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The fp32 master of a parameter, put together by integer arithmetic of its own for the remainder."""
-    if "master" in state:
-        return whole(state["master"])
-    if "remainder" not in state:
-        return whole(param)
-    high = whole(param).view(torch.int16).long() * 65536
-    bits = (high + whole(state["remainder"]).long()) & 0xFFFFFFFF
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
 def train_beside_oracles(
@@ -131,33 +114,15 @@ def train_beside_oracles(
 
 
 def oracle(cell: Cell, delay_after: int | None = None) -> reference.History:
-    """The same run by tests/support/reference.py."""
-    early = cell.stage >= 2 and cell.microbatches > 1
-    return _oracle(cell.precision, cell.microbatches, cell.net, cell.ranks, early, delay_after, cell.compute)
+    """The same run by reference.py; cells that differ in nothing that it knows of share one."""
+    is_early = cell.stage >= 2 and cell.microbatches > 1
+    return _oracle(replace(cell, stage=2 if is_early else 0, master="fp32"), delay_after)
 
 
 @functools.cache
-def _oracle(
-    precision: str, microbatches: int, net: str, ranks: int, early: bool, delay_after: int | None, compute: str
-) -> reference.History:
-    """Cells that differ in nothing that the oracle knows of share its run."""
-    working = DTYPES[precision]
-    return reference.train(
-        lambda: in_plain_torchao(small_decoders.build(net), compute),
-        small_decoders.batches(net, steps=STEPS, ranks=ranks, microbatches=microbatches),
-        small_decoders.loss_fn,
-        lrs=[LR] * STEPS,
-        numerics=reference.Numerics(
-            working=working,
-            wire=working,
-            grad=torch.float32 if microbatches > 1 else working,
-            early=early,
-        ),
-        clip=CLIP,
-        loss_scale=reference.LossScale(**SCALE) if precision == "fp16" else None,
-        sum_squares=reference.sum_squares_in_lanes,
-        delay_after=delay_after,
-    )
+def _oracle(cell: Cell, delay_after: int | None) -> reference.History:
+    run = run_of(cell, delay_after)
+    return recorded.oracle(run, lambda: in_plain_torchao(small_decoders.build(cell.net), cell.compute))
 
 
 def in_plain_torchao(model: nn.Module, compute: str) -> nn.Module:
@@ -176,11 +141,9 @@ def in_plain_torchao(model: nn.Module, compute: str) -> nn.Module:
 
 def differences(got: dict[str, Any], want: reference.History) -> list[str]:
     """Every way in which a run is not bit-equal to the oracle's."""
-    found = [
-        f"{key}: {got[key]} against {getattr(want, key)}"
-        for key in ("norms", "scales", "skipped")
-        if not same_numbers(got[key], getattr(want, key))
-    ]
+    norms = [None if skipped else norm for norm, skipped in zip(want.norms, want.skipped, strict=True)]
+    told = {"norms": (got["norms"], norms), "scales": (got["scales"], want.scales)}
+    found = [f"{key}: {ours} against {theirs}" for key, (ours, theirs) in told.items() if ours != theirs]
     for key in ("params", "masters", "moments"):
         expected = getattr(want, key)
         if got[key].keys() != expected.keys():

@@ -120,15 +120,7 @@ class Pool:
             raise ValueError(f"fn={module}.{qualname}: workers import it by name; define it at module level")
         if self._store is None:  # in the parent, on a port the system chose: no clash, and no worker takes it along
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return Call(
-            module=module,
-            qualname=qualname,
-            args=args,
-            rank=rank,
-            ranks=ranks,
-            run=self._runs,
-            port=self._store.port,
-        )
+        return Call(module, qualname, args, rank, ranks, self._runs, self._store.port)
 
     def _ready(self, ranks: int) -> list[Worker]:
         self._drop([worker for worker in self._workers if not worker.process.is_alive()])

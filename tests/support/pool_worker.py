@@ -12,11 +12,10 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import _lru_cache_wrapper, reduce
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,7 @@ CACHES = [
 """DTensor's, of which many know meshes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """`module.qualname(rank, ranks, *args)` on one rank, in group number `run` of the store at `port`."""
 
     module: str
@@ -51,8 +49,7 @@ class Call:
     port: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of a call. `at_s`: the machine's monotonic clock, so failures of several ranks have an order."""
 
     at_s: float
@@ -128,17 +125,10 @@ class Pickler(pickle.Pickler):
         if isinstance(value, WatchedTensor):  # a shard of one rank is what full_tensor() gives
             value = value.seen()
         if type(value) not in (Tensor, nn.Parameter):
-            raise TypeError(
-                f"{type(value).__name__} does not travel between processes: send to_local() or full_tensor()"
-            )
+            name = type(value).__name__
+            raise TypeError(f"{name} does not travel between processes: send to_local() or full_tensor()")
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return rebuild, (
-            raw,
-            value.dtype,
-            tuple(value.shape),
-            type(value) is nn.Parameter,
-            value.requires_grad,
-        )
+        return rebuild, (raw, value.dtype, tuple(value.shape), type(value) is nn.Parameter, value.requires_grad)
 
 
 def rebuild(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, trains: bool) -> Tensor:

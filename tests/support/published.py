@@ -32,8 +32,8 @@ FIXED = [
 """Settings of runs whose numbers an oracle has: 16 sequences are all conversations once, or twice if packed."""
 
 
-def make(folder: Path, chats: int = 16) -> Path:
-    """Write a small llama beside `chats.jsonl`, the first conversations of the example."""
+def make(folder: Path) -> Path:
+    """Write a small llama beside `chats.jsonl`, the first 16 conversations of the example."""
     spec = importlib.util.spec_from_file_location("make_model", EXAMPLE / "make_model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +45,7 @@ def make(folder: Path, chats: int = 16) -> Path:
     config.update(sizes)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    (folder / "chats.jsonl").write_text("".join(CHATS.read_text().splitlines(keepends=True)[:chats]))
+    (folder / "chats.jsonl").write_text("".join(CHATS.read_text().splitlines(keepends=True)[:16]))
     return folder / "model"
 
 
@@ -87,10 +87,9 @@ def encoded(model: Path) -> list[dict[str, Any]]:
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch of conversations, padded to the longest."""
-
-    def pad(key: str, value: int) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True, padding_value=value)
-
-    seen = [{"seen": torch.ones_like(row["input_ids"])} for row in rows]
-    mask = torch.nn.utils.rnn.pad_sequence([row["seen"] for row in seen], batch_first=True)
-    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100), "attention_mask": mask}
+    columns = {key: [row[key] for row in rows] for key in ("input_ids", "labels")}
+    columns["attention_mask"] = [torch.ones_like(each) for each in columns["input_ids"]]
+    return {
+        key: torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=-100 if key == "labels" else 0)
+        for key, each in columns.items()
+    }

@@ -12,9 +12,10 @@ from simulator.observe import Observed, observe
 from simulator.scenario import Scenario
 from simulator.storage_meter import StorageMeter, Where
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from dzero import AdamW, Pipeline, ZeroConfig, make_mesh, shard
+from dzero import AdamW, ParallelModel, Pipeline, Sharded, ZeroConfig, make_mesh, shard
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.data.batch import Batch
@@ -33,24 +34,26 @@ def really(rank: int, ranks: int, scenarios: list[Scenario]) -> list[Observed]:
     return [measured(scenario) for scenario in scenarios]
 
 
+def made(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> tuple[ParallelModel, Sharded, AdamW]:
+    """The scenario with values, on the CPU."""
+    model = build(scenario.model, scenario.vocab_size)
+    fill = materialiser(scenario.model, model, seed=0, device="cpu")
+    cut = scenario.cut(model, mesh, part)
+    apply_blocks(model, scenario.block, "cpu")
+    how = {"precision": scenario.precision, "microbatches": scenario.accumulate, "init": fill}
+    sharded = shard(cut, scenario.zero, **how)  # type: ignore[arg-type]
+    if cut.stages is not None:
+        cut.stages.forget()
+    return cut, sharded, AdamW(sharded, max_norm=scenario.max_norm, threads=1)
+
+
 def measured(scenario: Scenario) -> Observed:
     """Return what a step with values does, and the least that is held after each operator in one of several steps.
 
     A collective's thread lets go of its tensors a moment after the collective has ended, later on a busy machine.
     """
-    model = build(scenario.model, scenario.vocab_size)
-    fill = materialiser(scenario.model, model, seed=0, device="cpu")
-    mesh = make_mesh("cpu", replicate=scenario.mesh.degrees(dist.get_world_size(), stage=scenario.zero.stage)[0])
-    cut = scenario.cut(model, mesh)
-    apply_blocks(model, scenario.block, "cpu")
-    sharded = shard(
-        cut,
-        scenario.zero,
-        precision=scenario.precision,
-        microbatches=scenario.accumulate,
-        init=fill,
-    )
-    optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
+    degrees = scenario.mesh.degrees(dist.get_world_size(), stage=scenario.zero.stage)
+    _, sharded, optim = made(scenario, make_mesh("cpu", replicate=degrees[0]))
     with StorageMeter() as meter:
         steps = [observe(sharded, optim, scenario.loss_of(sharded.model), meter) for _ in range(STEPS)]
     together = zip(*(step.moments for step in steps), strict=True)
@@ -59,23 +62,10 @@ def measured(scenario: Scenario) -> Observed:
 
 def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, Traffic]]:
     """The most that this rank of a pipeline holds in the second of two steps, and what it moves; with values."""
-    model = build(scenario.model, scenario.vocab_size)
-    fill = materialiser(scenario.model, model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], pp=scenario.mesh.pp)
-    cut = scenario.cut(model, mesh, mesh.get_local_rank("pp"))
-    parts = cut.stages
+    cut, sharded, optim = made(scenario, mesh, mesh.get_local_rank("pp"))
+    parts, microbatches = cut.stages, scenario.accumulate
     assert parts is not None
-    apply_blocks(model, scenario.block, "cpu")
-    microbatches = scenario.accumulate
-    sharded = shard(
-        cut,
-        scenario.zero,
-        precision=scenario.precision,
-        microbatches=microbatches,
-        init=fill,
-    )
-    parts.forget()
-    optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
 
     def run(part: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = part(x, torch.arange(scenario.tokens))

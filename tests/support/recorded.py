@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import reference
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from training_loops import states_of, step, whole
 
 import dzero
 from dzero import testing
@@ -50,6 +50,7 @@ class Run:
     precision: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    scale: dict[str, Any] = field(default_factory=lambda: SCALE)
 
 
 def off(tier: str, *states: str, **more: Any) -> dict[str, Any]:
@@ -104,41 +105,25 @@ def _runs() -> dict[str, Run]:
 RUNS = _runs()
 
 
-@dataclass(frozen=True)
-class Record:
-    """What rank 0 tells of a run, but where a list has an item per rank.
+class Record(NamedTuple):
+    """What rank 0 tells of a run, but where a list has an item per rank; traffic is of the last step."""
 
-    Attributes:
-        losses: Of each rank, of each step.
-        norms: Of each step; None where the step was skipped.
-        scales: Loss scale of each step.
-        states: Whole tensors of each parameter: `value`, and all that the optimizer keeps of it, as fp32 or integers.
-        sent: Of each rank: calls and bytes of the last step, by phase, kind, axis and dtype.
-        expected: The same by the formulas.
-        kept: Of each rank: bytes of parameters and of each state, between steps.
-        resting: Of each rank: bytes by kind, by the formulas.
-        tiers: Of each rank: bytes on the device, on the host and on disk.
-        table: What the handle prints.
-        schedule: Lines of the offload schedule.
-        warned: What the run warned of.
-        files: Digests of what the ranks wrote into a checkpoint at the end; the manifest has the time.
-    """
-
-    losses: list[list[float]]
-    norms: list[float | None]
-    scales: list[float]
-    states: dict[str, dict[str, Tensor]]
-    sent: list[dict[str, list[int]]]
-    expected: list[dict[str, list[int]]]
-    kept: list[dict[str, int]]
-    resting: list[dict[str, int]]
-    tiers: list[dict[str, int]]
-    table: str
-    schedule: list[str]
+    norms: list[float | None]  # of each step; None where the step was skipped
+    scales: list[float]  # loss scale of each step
+    states: dict[str, dict[str, Tensor]]  # of each parameter, whole: `value`, and all that the optimizer keeps of it
+    table: str  # what the handle prints
+    schedule: list[str]  # lines of the offload schedule
     warned: list[str]
-    files: dict[str, str]
+    files: dict[str, str]  # digests of what the ranks wrote into a checkpoint at the end; the manifest has the time
+    losses: list[list[float]]  # of each rank, of each step
+    sent: list[dict[str, list[int]]]  # of each rank: calls and bytes by phase, kind, axis and dtype
+    expected: list[dict[str, list[int]]]  # the same by the formulas
+    kept: list[dict[str, int]]  # of each rank: bytes of parameters and of each state, between steps
+    resting: list[dict[str, int]]  # of each rank: bytes by kind, by the formulas
+    tiers: list[dict[str, int]]  # of each rank: bytes on the device, on the host and on disk
 
 
+OF_RANKS = ("losses", "sent", "expected", "kept", "resting", "tiers")
 _made: dict[str, Record] = {}
 
 
@@ -148,11 +133,8 @@ def recorded(pool: Pool, name: str) -> Record:
         run = RUNS[name]
         with TemporaryDirectory() as folder:
             of_ranks = pool.run(train, run.ranks, run, folder)
-        whole = {key: of_ranks[0][key] for key in ("norms", "scales", "states", "table", "schedule", "warned", "files")}
-        by_rank = {
-            key: [each[key] for each in of_ranks] for key in ("losses", "sent", "expected", "kept", "resting", "tiers")
-        }
-        _made[name] = Record(**whole, **by_rank)
+        together = {key: [each[key] for each in of_ranks] for key in OF_RANKS}
+        _made[name] = Record(**{**of_ranks[0], **together})
     return _made[name]
 
 
@@ -164,52 +146,66 @@ def train(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
     return found | {"warned": [f"{each.category.__name__}: {each.message}" for each in warned]}
 
 
-def _trained(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
-    disk = {"disk": dzero.DiskConfig(paths=[folder], block_bytes=8192)} if "disk" in run.offload.values() else {}
+def made(
+    run: Run,
+    folder: str = "",
+    *,
+    offload: dzero.OffloadConfig | None = None,
+    device: str = "cpu",
+    change: Callable[[nn.Module], object] | None = None,
+) -> tuple[dzero.Sharded, Any]:
+    """The net on all ranks, and its optimizer.
+
+    offload: instead of the run's, whose disk is in `folder`. change: what is done to the net before.
+    """
+    model = small_decoders.build(run.net)
+    if change is not None:
+        change(model)
+    if offload is None:
+        disk = {"disk": dzero.DiskConfig(paths=[folder], block_bytes=8192)} if "disk" in run.offload.values() else {}
+        offload = dzero.OffloadConfig(**run.offload, **disk)
     sharded = dzero.shard(
-        small_decoders.build(run.net),
+        model,
         dzero.ZeroConfig(stage=run.stage, **run.zero),
         precision=dzero.PrecisionConfig(**run.precision),
-        offload=dzero.OffloadConfig(**run.offload, **disk),
-        mesh=dzero.make_mesh("cpu", replicate=ranks if run.stage == 0 else run.replicate),
+        offload=offload,
+        mesh=dzero.make_mesh(device, replicate=run.ranks if run.stage == 0 else run.replicate),
         microbatches=run.microbatches,
     )
-    optim = optimizer(run, sharded)
-    schedule = testing.schedule(optim)
-    losses, norms, scales = [], [], []
-    for of_step in small_decoders.batches(run.net, steps=run.steps, ranks=ranks, microbatches=run.microbatches):
+    given = {"lr": LR, "max_norm": CLIP, "scaler": dzero.ScalerConfig(**run.scale)}
+    if run.rule == "sgd":
+        return sharded, dzero.TorchOptimizer(sharded, torch.optim.SGD, momentum=0.9, **given)
+    return sharded, {"adamw": dzero.AdamW, "muon": dzero.Muon}[run.rule](sharded, **given)
+
+
+def batches_of(run: Run) -> list[list[list[Tensor]]]:
+    return small_decoders.batches(run.net, steps=run.steps, ranks=run.ranks, microbatches=run.microbatches)
+
+
+def _trained(rank: int, ranks: int, run: Run, folder: str) -> dict[str, Any]:
+    sharded, optim = made(run, folder)
+    schedule, steps = testing.schedule(optim), []
+    for of_step in batches_of(run):
         sharded.ledger.take()
-        losses.append(0.0)
-        for index, batch in enumerate(of_step[rank]):
-            with sharded.microbatch(is_last=index == run.microbatches - 1):
-                loss = small_decoders.loss_fn(sharded.model, batch) / run.microbatches
-                optim.scale_loss(loss).backward()
-            losses[-1] += loss.item()
-        scales.append(optim.grad_scale)
-        optim.step()
-        norms.append(optim.last_decision.norm if optim.last_decision.finite else None)
+        steps.append(step(sharded, optim, of_step[rank]))
+    losses, norms, scales = (list(each) for each in zip(*steps, strict=True))
     optim.synchronize()
     sent = _by_words(sharded.ledger.take())
     expected = _by_words(testing.expected_traffic(sharded) | testing.expected_decision(sharded) | optim.traffic)
-    params = sharded.named_params()
-    states = {name: {"value": param, **optim.state.get(param, {})} for name, param in params.items()}
+    states = states_of(sharded, optim)
     kept: dict[str, int] = {}
     for of_param in states.values():
         for key, value in of_param.items():
-            if isinstance(value, Tensor):
-                kept[key] = kept.get(key, 0) + _local(value).nbytes
+            kept[key] = kept.get(key, 0) + testing.local(value).nbytes
     with dzero.Checkpointer(dzero.CheckpointConfig(folder=f"{folder}/saved"), sharded, optim) as checkpoints:
         checkpoints.save(run.steps, extra={})
         checkpoints.finish()
     dist.barrier()
     return {
-        "losses": losses,
+        "losses": [sum(loss.item() for loss in of_step) for of_step in losses],
         "norms": norms,
         "scales": scales,
-        "states": {
-            name: {key: whole(value) for key, value in of_param.items() if isinstance(value, Tensor)}
-            for name, of_param in states.items()
-        },
+        "states": {name: {key: whole(value) for key, value in each.items()} for name, each in states.items()},
         "sent": sent,
         "expected": expected,
         "kept": kept,
@@ -226,26 +222,6 @@ def _by_words(sent: Mapping[testing.Entry, testing.Traffic]) -> dict[str, list[i
         " ".join((entry.phase, entry.kind, entry.axis, entry.dtype)): [traffic.calls, traffic.sent_bytes]
         for entry, traffic in sent.items()
     }
-
-
-def optimizer(run: Run, sharded: dzero.Sharded) -> Any:
-    given = {"lr": LR, "max_norm": CLIP, "scaler": dzero.ScalerConfig(**SCALE)}
-    if run.rule == "sgd":
-        return dzero.TorchOptimizer(sharded, torch.optim.SGD, momentum=0.9, **given)
-    return {"adamw": dzero.AdamW, "muon": dzero.Muon}[run.rule](sharded, **given)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank; integers of 16 bits, which gloo does not move, as others of 32."""
-    tensor = tensor.detach()
-    if tensor.dtype == torch.int16:
-        tensor = tensor.int()
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.clone()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -293,13 +269,16 @@ def has_oracle(run: Run) -> bool:
     return exact and run.rule == "adamw" and run.precision.keys() <= FOLLOWED and run.replicate == 1
 
 
-def oracle(run: Run) -> reference.History:
-    """The same run without dzero, to the bit; its first moments are `exp_avg`, its second ones `exp_avg_sq`."""
+def oracle(run: Run, model: Callable[[], nn.Module] | None = None) -> reference.History:
+    """The same run without dzero, to the bit; its first moments are `exp_avg`, its second ones `exp_avg_sq`.
+
+    model: makes the net, instead of the run's.
+    """
     working, several = DTYPES[run.precision.get("param", "bf16")], run.microbatches > 1
     delayed = run.offload.get("overlap") == "delayed"
     return reference.train(
-        lambda: small_decoders.build(run.net),
-        small_decoders.batches(run.net, steps=run.steps, ranks=run.ranks, microbatches=run.microbatches),
+        model or (lambda: small_decoders.build(run.net)),
+        batches_of(run),
         small_decoders.loss_fn,
         lrs=[LR] * run.steps,
         numerics=reference.Numerics(
@@ -309,18 +288,10 @@ def oracle(run: Run) -> reference.History:
             early=run.stage >= 2 and several,
         ),
         clip=CLIP,
-        loss_scale=reference.LossScale(**SCALE) if working == torch.float16 else None,
+        loss_scale=reference.LossScale(**run.scale) if working == torch.float16 else None,
         sum_squares=reference.sum_squares_in_lanes,
         delay_after=run.offload["delay_warmup_steps"] if delayed else None,
     )
-
-
-def master_of(states: Mapping[str, Tensor]) -> Tensor:
-    """The fp32 master among a parameter's states, put together by integer arithmetic for the remainder."""
-    if "master" in states or "remainder" not in states:
-        return states.get("master", states["value"])
-    bits = (states["value"].view(torch.int16).long() * 65536 + states["remainder"].long()) & 0xFFFFFFFF
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
 def arithmetic(rank: int, ranks: int) -> str:

@@ -93,16 +93,15 @@ def sum_squares(chunk: Tensor) -> float:
     return chunk.double().square().sum().item()
 
 
-def sum_squares_in_lanes(chunk: Tensor) -> float:
+def sum_squares_in_lanes(chunk: Tensor, piece_elems: int = 1 << 20) -> float:
     """The same in the order that dzero promises: of each 2^20 elements, element i is added to lane i mod 256, then the
     lanes in order; then what these pieces have, in order."""
     total = 0.0
-    for piece in chunk.double().flatten().split(1 << 20):
-        rows = torch.nn.functional.pad(piece.square(), (0, -piece.numel() % 256)).view(-1, 256)
-        lanes = [0.0] * 256
-        for row in rows.tolist():
-            lanes = [lane + value for lane, value in zip(lanes, row, strict=True)]
-        total += functools.reduce(operator.add, lanes, 0.0)
+    for piece in chunk.double().flatten().split(piece_elems):
+        lanes = torch.zeros(256, dtype=torch.float64)
+        for row in torch.nn.functional.pad(piece.square(), (0, -piece.numel() % 256)).view(-1, 256):
+            lanes += row
+        total += functools.reduce(operator.add, lanes.tolist(), 0.0)
     return total
 
 

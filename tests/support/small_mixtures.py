@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import decoders
 import pytest
 import torch
 from torch import Tensor
 
 VOCAB = 61
 SIZES = {
+    **{key: value for key, value in decoders.TRANSFORMERS.items() if key != "head_dim"},
     "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
     "num_experts_per_tok": 2,
     "eos_token_id": None,
 }

@@ -80,31 +80,18 @@ def resolved(words: Sequence[str]) -> RunConfig:
 
 
 class Ran(NamedTuple):
-    """What one rank knows of a run.
+    """What one rank knows of a run."""
 
-    Attributes:
-        losses: Of each step.
-        norms: Of each step, before clipping.
-        held_out: Losses of evaluations.
-        best: Loss and step of the lowest one, of this run or those that it resumed, and how many came after it.
-        steps: How many were made in all.
-        kept: Bytes of states between steps.
-        foreseen: The same by the table.
-        agrees: Whether measured traffic was the theory's.
-        sent: Bytes of the whole run by phase.
-        told: What was printed.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    held_out: list[float]
-    best: dict[str, Any]
-    steps: int
-    kept: dict[str, int]
-    foreseen: dict[str, int]
-    agrees: bool
-    sent: dict[str, int]
-    told: str
+    losses: list[float]  # of each step
+    norms: list[float]  # of each step, before clipping
+    held_out: list[float]  # losses of evaluations
+    best: dict[str, Any]  # loss and step of the lowest, of this run or those that it resumed, and how many came after
+    steps: int  # in all
+    kept: dict[str, int]  # bytes of states between steps
+    foreseen: dict[str, int]  # the same by the table
+    agrees: bool  # whether measured traffic was the theory's
+    sent: dict[str, int]  # bytes of the whole run by phase
+    told: str  # what was printed
 
 
 class Watched(Trainer):
@@ -114,9 +101,7 @@ class Watched(Trainer):
 
     def step(self, *given: Any, **named: Any) -> Any:
         shared = super().step(*given, **named)
-        decision = self.optim.last_decision
-        assert decision is not None
-        self.norms.append(decision.norm)
+        self.norms.append(self.optim.last_decision.norm)
         return shared
 
 

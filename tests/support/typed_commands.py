@@ -56,18 +56,11 @@ def refused(ended: Ended, *says: str, code: int = 1) -> str:
     return paragraph
 
 
-def _ended(words: Sequence[str | Path], cwd: Path, env: Mapping[str, str]) -> Ended:
-    line = [sys.executable, *(str(word) for word in _absolute([str(word) for word in words]))]
-    return subprocess.run(line, cwd=cwd, env=_env(env), capture_output=True, text=True, timeout=SECONDS, check=False)
-
-
-def _absolute(words: list[str]) -> list[str]:
-    return [str(ROOT / words[0]), *words[1:]] if words[0].endswith(".py") else words
-
-
-def _env(more: Mapping[str, str] | None) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in OTHERS}
-    return {**kept, "PYTHONPATH": str(ROOT), **(more or {})}
+def _ended(words: Sequence[str | Path], cwd: Path, more: Mapping[str, str]) -> Ended:
+    first, *rest = map(str, words)
+    line = [sys.executable, str(ROOT / first) if first.endswith(".py") else first, *rest]
+    env = {key: value for key, value in os.environ.items() if key not in OTHERS} | {"PYTHONPATH": str(ROOT), **more}
+    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 def _free_port() -> int:

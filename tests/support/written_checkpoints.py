@@ -107,9 +107,9 @@ def write_llama(
         "vocab_size": vocab,
         "hidden_size": width,
         "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
-        "num_hidden_layers": layers,
     }
     extra = {"model": {"kind": "llama", "config": json.dumps(config)}}
     return write(folder, in_rows({**tensors, **rest}, ranks), extra=extra, block_bytes=1 << 20)

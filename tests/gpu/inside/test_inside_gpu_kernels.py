@@ -10,11 +10,10 @@ attention          over a prefix, and in a ring of one, against attention writte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import block_cases
 import numpy as np
@@ -23,11 +22,11 @@ import sums_cases
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from adamw_cases import KINDS, by_operations, columns, differences, kernel_differs, params, table_of
-from parity_cells import whole
-from pool_worker import forget_meshes
+from adamw_cases import KINDS, Param, by_operations, columns, differences, kernel_differs, params, table_of
+from recorded import off
 from sums_cases import LONG, SIZES, gradient, gradients, same_bits
 from torch import nn
+from training_loops import whole
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
 from dzero.comm.context_exchange import ContextExchange
@@ -53,76 +52,72 @@ def test_an_update_has_the_bits_of_the_cpu_kernels(kind: str) -> None:
     assert kernel_differs(kind, "cuda") == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_unaligned_gradients_are_updated_to_the_same_bits(kind: str) -> None:
-    before = list(params(kind))
-    ours, want = [each.to(GPU) for each in before], [each.to(CPU) for each in before]
-    for each in ours:
-        each.grad = torch.empty(each.grad.numel() + 1, dtype=each.grad.dtype, device=GPU)[1:].copy_(each.grad)
-    table_of(ours).update(*columns(ours, 3))
-    for each in want:
-        by_operations(each, 3)
-    assert differences(ours, want) == []
+def on_both(before: Iterable[Param]) -> tuple[list[Param], list[Param]]:
+    """The same parameters on the GPU and on the CPU."""
+    given = [*before]
+    return [each.to(GPU) for each in given], [each.to(CPU) for each in given]
 
 
-def test_a_host_that_runs_ahead_changes_no_bit_of_updates() -> None:
-    """20 steps are enqueued behind work of about 0.1 s or more, with other coefficients and seeds in each."""
-    before = [each for kind in KINDS for each in params(kind)]
-    ours, want = [each.to(GPU) for each in before], [each.to(CPU) for each in before]
-    table, steps = table_of(ours), range(1, 21)
-    arguments = [columns(ours, step) for step in steps]
+def be_late() -> None:
+    """Let the device begin about 0.1 s or more after what is launched from here on."""
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
-    for each in arguments:
-        table.update(*each)
+
+
+def have_bits_of_the_cpu(ours: list[Param], want: list[Param], steps: Iterable[int]) -> None:
     for step, each in itertools.product(steps, want):
         by_operations(each, step)
     assert differences(ours, want) == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_unaligned_gradients_are_updated_to_the_same_bits(kind: str) -> None:
+    ours, want = on_both(params(kind))
+    for each in ours:
+        each.grad = torch.empty(each.grad.numel() + 1, dtype=each.grad.dtype, device=GPU)[1:].copy_(each.grad)
+    table_of(ours).update(*columns(ours, 3))
+    have_bits_of_the_cpu(ours, want, [3])
+
+
+def test_a_host_that_runs_ahead_changes_no_bit_of_updates() -> None:
+    """20 steps are enqueued behind other work, with other coefficients and seeds in each."""
+    ours, want = on_both(each for kind in KINDS for each in params(kind))
+    table, steps = table_of(ours), range(1, 21)
+    arguments = [columns(ours, step) for step in steps]
+    be_late()
+    for each in arguments:
+        table.update(*each)
+    have_bits_of_the_cpu(ours, want, steps)
+
+
 def test_another_stream_takes_over_behind_the_launches_of_the_one_before() -> None:
-    before = [each for kind in KINDS for each in params(kind)]
-    ours, want = [each.to(GPU) for each in before], [each.to(CPU) for each in before]
-    table, side = table_of(ours), torch.cuda.Stream()
-    first, second = columns(ours, 1), columns(ours, 2)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    ours, want = on_both(each for kind in KINDS for each in params(kind))
+    table, first, second = table_of(ours), columns(ours, 1), columns(ours, 2)
+    side = torch.cuda.Stream()
+    be_late()
     table.update(*first)
     with torch.cuda.stream(side):
         table.update(*second)
     torch.cuda.synchronize()
-    for step, each in itertools.product((1, 2), want):
-        by_operations(each, step)
-    assert differences(ours, want) == []
+    have_bits_of_the_cpu(ours, want, [1, 2])
 
 
 def test_random_patterns_over_all_binades_have_the_bits_of_the_cpu() -> None:
     """A million fp32 values of any exponent in each operand of the division and under the square root."""
-    generator = torch.Generator().manual_seed(0)
-    elems = 1 << 20
-    [p] = [each for each in params("fp32") if each.work.numel() == 1][:1]
+    generator, elems = torch.Generator().manual_seed(0), 1 << 20
+    p = next(each for each in params("fp32") if each.work.numel() == 1)
 
     def any_binade(low: int, high: int) -> torch.Tensor:
         sign = torch.randint(0, 2, (elems,), generator=generator).float() * 2 - 1
-        return (
-            sign
-            * (1 + torch.rand(elems, generator=generator))
-            * 2.0 ** torch.randint(low, high, (elems,), generator=generator)
-        )
+        size = 1 + torch.rand(elems, generator=generator)
+        return sign * size * 2.0 ** torch.randint(low, high, (elems,), generator=generator)
 
-    work = any_binade(-126, 60)
-    p.work, p.master, p.m, p.v, p.grad = (
-        work,
-        work,
-        any_binade(-149, 60),
-        any_binade(-149, 120).abs(),
-        torch.zeros(elems),
-    )
-    ours, want = p.to(GPU), p.to(CPU)
-    table_of([ours]).update(*columns([ours], 3))
-    by_operations(want, 3)
-    assert np.isfinite(want.work.numpy()).all()
-    assert differences([ours], [want]) == []
+    p.work = p.master = any_binade(-126, 60)
+    p.m, p.v, p.grad = any_binade(-149, 60), any_binade(-149, 120).abs(), torch.zeros(elems)
+    ours, want = on_both([p])
+    table_of(ours).update(*columns(ours, 3))
+    have_bits_of_the_cpu(ours, want, [3])
+    assert np.isfinite(want[0].work.numpy()).all()
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
@@ -188,8 +183,7 @@ def test_a_host_that_runs_ahead_changes_no_bit_and_torch_sees_it_wait_for_nothin
     steps = [[gradient(size, torch.float32, step) for size in (*SIZES, 20_000)] for step in range(20)]
     on_gpu, sums = [[grad.to(GPU) for grad in grads] for grads in steps], CudaSums()
     sums.sum_squares(on_gpu[0])  # compiles, and makes the table
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    be_late()
     with no_waiting():
         found = [sums.sum_squares(grads) for grads in on_gpu]
     for ours, grads in zip(found, steps, strict=True):
@@ -200,8 +194,7 @@ def test_another_stream_takes_over_and_tables_may_be_dropped() -> None:
     grads = [[gradient(size, torch.float32, step) for size in SIZES] for step in range(2)]
     on_gpu, sums, side = [[grad.to(GPU) for grad in each] for each in grads], CudaSums(), torch.cuda.Stream()
     sums.sum_squares(on_gpu[0])
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    be_late()
     first = sums.sum_squares(on_gpu[0])
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)
@@ -231,37 +224,21 @@ def test_payloads_in_blocks_have_the_bits_of_the_cpu_kernels(code: str, dtype: t
     assert block_cases.kernels_differ("cuda", code, dtype) == []
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    torch.cuda.set_device(0)
-    where, device = f"file://{tmp_path}/rendezvous", torch.device("cuda", 0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=where,
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=60),
-        device_id=device,
-    )
-    yield
-    dist.destroy_process_group()
-    forget_meshes()
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("code", ["fp8", "int8", "int4"])
 def test_parameters_that_come_in_blocks_are_rounded_as_on_a_cpu(code: str) -> None:
     layers, width = 4, 96
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    everything = OffloadConfig(param="host", grad="host", master="host", moments="host")
-    precision = PrecisionConfig(fetch=code)
-    sharded = shard(model, ZeroConfig(stage=3), precision=precision, offload=everything, mesh=make_mesh("cuda"))
+    how = {"precision": PrecisionConfig(fetch=code), "offload": OffloadConfig(**off("host"))}
+    sharded = shard(model, ZeroConfig(stage=3), mesh=make_mesh("cuda"), **how)
     optim = AdamW(sharded, lr=1e-3)
     seen: dict[str, torch.Tensor] = {}
     for at, layer in enumerate(model):
-        layer.register_forward_pre_hook(
-            lambda made, _, at=at: seen.update({f"{at}.weight": made.weight.detach().clone()})
-        )
+
+        def see(made: nn.Module, _: object, name: str = f"{at}.weight") -> None:
+            seen[name] = made.weight.detach().clone()
+
+        layer.register_forward_pre_hook(see)
     batch = torch.randn(16, width, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         sharded.model(batch).float().square().mean().backward()
@@ -280,6 +257,11 @@ def test_parameters_that_come_in_blocks_are_rounded_as_on_a_cpu(code: str) -> No
 
 
 # ---- attention
+
+
+def close(pairs: Iterable[tuple[Any, Any]], allowed: float) -> None:
+    for made, plain in pairs:
+        assert (made.double() - plain.double()).norm() < allowed * plain.double().norm()
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
@@ -303,11 +285,7 @@ def test_a_chunk_sees_the_keys_up_to_its_own_end(dtype: torch.dtype, dim: int, a
     scores = (query @ keys.transpose(2, 3) / dim**0.5).masked_fill(later, -torch.inf)
     want = scores.softmax(-1) @ values
     want.backward(grad.double())
-    pairs = [(got, want), *((each.grad, plain.grad) for each, plain in zip(given, (query, key, value), strict=True))]
-    for made, plain in pairs:
-        assert made is not None
-        assert plain is not None
-        assert (made.double() - plain).norm() < allowed * plain.norm()
+    close([(got, want), *((a.grad, b.grad) for a, b in zip(given, (query, key, value), strict=True))], allowed)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -324,7 +302,4 @@ def test_a_ring_of_one_is_causal_attention(kv_heads: int) -> None:
     plain = [each.detach().clone().requires_grad_() for each in given]
     want = F.scaled_dot_product_attention(*plain, is_causal=True, enable_gqa=kv_heads < 8)
     want.backward(grad)
-    for made, due in [(got, want), *((a.grad, b.grad) for a, b in zip(given, plain, strict=True))]:
-        assert made is not None
-        assert due is not None
-        assert (made - due).float().norm() < 2e-2 * due.float().norm()
+    close([(got, want), *((a.grad, b.grad) for a, b in zip(given, plain, strict=True))], 2e-2)
