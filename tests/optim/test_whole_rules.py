@@ -93,7 +93,7 @@ def test_every_stage_has_the_bits_of_one_process(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.full(ASKED_FIRST)
-@pytest.mark.parametrize(("name", "net"), zip(RULES, ["uneven", "tied", "frozen"], strict=True))
+@pytest.mark.parametrize(("name", "net"), [*zip(RULES, ["uneven", "tied", "frozen"], strict=True)])
 def test_four_ranks_have_the_same_bits_at_every_stage(pool: Pool, name: str, net: str) -> None:
     """Shards of some ranks are empty."""
     cells = [{"stage": stage, "net": net, "param": "fp32", "clip": None} for stage in range(4)]
