@@ -1,7 +1,8 @@
 """Rules that mix the elements of a parameter train on shards as in one process, to the bit, and over what tp cuts.
 
 A rule gets whole parameters on the ranks that own them, so its own reductions add in the same order as in one process.
-Of a matrix that tensor parallelism cuts, the owners of its parts gather and update the whole.
+Of a matrix that tensor parallelism cuts, the owners of its parts gather and update the whole. What Muon alone promises
+is in test_muon.py.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import decoders
 import plain_classes
 import pytest
 import torch
 from pool import Pool
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from training_loops import params_of, sharded_net, train, unequal
+from training_loops import masters_of, params_of, sharded_net, train, unequal
 
 import dzero
-from dzero.testing import by_phase, local
+from dzero.testing import Traffic, by_phase, local
 
 STEPS = 2
 
@@ -33,18 +35,30 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "Adafactor": Rule(torch.optim.Adafactor, {"lr": 0.05, "weight_decay": 0.1}),
     "LAMB": Rule(plain_classes.Lamb, {"lr": 0.05, "weight_decay": 0.1}),
+    "Adafactor": Rule(torch.optim.Adafactor, {"lr": 0.05, "weight_decay": 0.1}),
     "Shampoo": Rule(plain_classes.Shampoo, {"lr": 0.05, "weight_decay": 0.1}),
 }
 
 
-def optimizer(sharded: Any, name: str, **settings: Any) -> dzero.TorchOptimizer:
+def optimizer(sharded: Any, name: str, **settings: Any) -> Any:
+    if name == "Muon":
+        return dzero.Muon(sharded, lr=3e-3, scaler=dzero.ScalerConfig(init=256.0), **settings)
     rule = RULES[name]
     return dzero.TorchOptimizer(sharded, rule.kind, elementwise=False, **rule.options, **settings)
 
 
-def at_stages(rank: int, ranks: int, name: str, cells: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+def ends_of(sharded: dzero.Sharded, optim: Any) -> dict[str, Tensor]:
+    """Whole parameters and masters, and this rank's part of the rule's states."""
+    found = {**params_of(sharded), **{f"{name} master": each for name, each in masters_of(sharded, optim).items()}}
+    for name, param in sharded.named_params().items():
+        for key, value in optim.state.get(param, {}).items():
+            if isinstance(value, Tensor) and key not in ("master", "remainder"):
+                found[f"{name} {key}"] = local(value).clone()
+    return found
+
+
+def at_stages(rank: int, ranks: int, name: str, cells: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """Whole parameters after `STEPS` steps, clipped unless a cell says otherwise."""
     found = []
     for cell in cells:
@@ -57,97 +71,116 @@ def at_stages(rank: int, ranks: int, name: str, cells: list[dict[str, Any]]) -> 
     return found
 
 
-CELLS = [(0, "fp32", None), (3, "fp32", None), (2, "bf16", None), *((stage, "bf16", 0.5) for stage in (0, 1, 3))]
+CELLS = [(3, "fp32", None), (2, "bf16", None), (0, "bf16", 0.5), (3, "bf16", 0.5)]
 """Stage, dtype and norm to clip to."""
+ASKED_FIRST = "tests/optim/test_whole_rules.py::test_every_stage_has_the_bits_of_one_process"
 
 
-def test_every_stage_has_the_bits_of_one_process(pool: Pool) -> None:
-    check(pool, "LAMB", [CELLS[1], *CELLS[-2:]])
-
-
-@pytest.mark.full("tests/optim/test_whole_rules.py::test_every_stage_has_the_bits_of_one_process")
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("name", RULES)
-def test_every_stage_has_the_bits_of_one_process_full_product(pool: Pool, name: str) -> None:
-    check(pool, name, CELLS)
-
-
-def check(pool: Pool, name: str, chosen: list[tuple[int, str, float | None]]) -> None:
+def test_every_stage_has_the_bits_of_one_process(pool: Pool, name: str) -> None:
     """Unclipped, as norms add in another order; and clipped, where all stages agree."""
-    cells = [{"stage": stage, "param": param, "clip": clip} for stage, param, clip in chosen]
+    cells = [{"stage": stage, "param": param, "clip": clip} for stage, param, clip in CELLS]
     found = pool.run(at_stages, 2, name, cells)[0]
-    of_kind: dict[tuple[str, float | None], list[dict[str, torch.Tensor]]] = {}
-    for (_, param, clip), params in zip(chosen, found, strict=True):
+    of_kind: dict[tuple[str, float | None], list[dict[str, Tensor]]] = {}
+    for (_, param, clip), params in zip(CELLS, found, strict=True):
         of_kind.setdefault((param, clip), []).append(params)
     for (param, clip), alike in of_kind.items():
         assert all(unequal(each, alike[0]) == [] for each in alike), (param, clip)
         if clip is None:
-            rule = RULES[name]
-            want = plain_classes.train(rule.kind, rule.options, precision=param, steps=STEPS, clip=None)
+            want = plain_classes.train(*RULES[name], precision=param, steps=STEPS, clip=None)
             assert unequal(alike[0], want) == [], param
 
 
-@pytest.mark.full("tests/optim/test_whole_rules.py::test_every_stage_has_the_bits_of_one_process")
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("net", ["uneven", "tied", "frozen"])
+@pytest.mark.full(ASKED_FIRST)
+@pytest.mark.parametrize(("name", "net"), [*zip(RULES, ["uneven", "tied", "frozen"], strict=True)])
 def test_four_ranks_have_the_same_bits_at_every_stage(pool: Pool, name: str, net: str) -> None:
     """Shards of some ranks are empty."""
     cells = [{"stage": stage, "net": net, "param": "fp32", "clip": None} for stage in range(4)]
     found = pool.run(at_stages, 4, name, cells)[0]
-    rule = RULES[name]
-    want = plain_classes.train(rule.kind, rule.options, precision="fp32", steps=STEPS, clip=None, net=net, ranks=4)
+    want = plain_classes.train(*RULES[name], precision="fp32", steps=STEPS, clip=None, net=net, ranks=4)
     assert [unequal(each, want) for each in found] == [[]] * len(cells)
 
 
-@pytest.mark.full("tests/optim/test_whole_rules.py::test_every_stage_has_the_bits_of_one_process")
-def test_replicas_of_hybrid_sharding_stay_replicas(pool: Pool) -> None:
+@pytest.mark.full(ASKED_FIRST)
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_replicas_of_hybrid_sharding_stay_replicas(pool: Pool, name: str) -> None:
     """Each replica of two shards has its own owners."""
-    cells = [{"stage": 3, "replicate": 2, "param": "bf16"}]
-    runs = pool.run(at_stages, 4, "Adafactor", cells)
+    cells = [{"stage": stage, "replicate": 2, "param": "bf16"} for stage in (2, 3)]
+    runs = pool.run(at_stages, 4, name, cells)
     assert all(unequal(each, runs[0][0]) == [] for of_rank in runs for each in of_rank)
 
 
-HOST = {
-    "all": dzero.OffloadConfig(grad="host", master="host", moments="host"),
-    "within the step": dzero.OffloadConfig(master="host", moments="host", overlap="step"),
-    "gradients": dzero.OffloadConfig(grad="host"),
-    "half": dzero.OffloadConfig(grad="host", master="host", moments="host", master_fraction=0.5, moments_fraction=0.5),
-    "parameters too": dzero.OffloadConfig(param="host", grad="host", master="host", moments="host"),
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("kind", [{"moments": "bf16"}, {"param": "fp16"}], ids=str)
+def test_muon_has_the_same_bits_in_other_dtypes(pool: Pool, kind: dict[str, str]) -> None:
+    """Moments in bf16 are rounded at random; fp16 gradients are scaled."""
+    first, other = pool.run(at_stages, 2, "Muon", [{"stage": stage, **kind} for stage in (0, 3)])[0]
+    assert unequal(first, other) == []
+
+
+HOST = {"grad": "host", "master": "host", "moments": "host"}
+TIERS: dict[str, dict[str, Any]] = {
+    "all": HOST,
+    "within the step": {**HOST, "overlap": "step"},
+    "gradients": {"grad": "host"},
+    "masters": {"master": "host"},
+    "moments": {"moments": "host"},
+    "half": {**HOST, "master_fraction": 0.5, "moments_fraction": 0.5},
+    "parameters too": {"param": "host", **HOST},
+    "disk": {"grad": "host", "master": "disk", "moments": "disk"},
 }
+Cell = tuple[str, dict[str, Any]]
 
 
-def on_the_host(rank: int, ranks: int, name: str, cells: list[tuple[int, str, str]]) -> list[str]:
-    """What differs from the device in parameters, losses and traffic."""
+def off_the_device(rank: int, ranks: int, name: str, cells: list[Cell], folder: Path) -> list[str]:
+    """What differs from states on the device in losses, parameters, states and traffic."""
     wrong = []
-    for stage, param, where in cells:
-        ends: list[dict[str, torch.Tensor]] = []
-        for offload in (None, HOST[where]):
-            sharded = sharded_net("uneven", stage=stage, param=param, offload=offload)
+    for where, kind in cells:
+        runs = []
+        disk = {"disk": dzero.DiskConfig(paths=[str(folder)])} if where == "disk" else {}
+        for offload in (None, dzero.OffloadConfig(**TIERS[where], **disk)):
+            sharded = sharded_net("uneven", offload=offload, **kind)
             optim = optimizer(sharded, name, max_norm=0.5)
-            losses = train(sharded, optim, "uneven", steps=2)
+            losses = train(sharded, optim, "uneven", steps=STEPS)
             optim.synchronize()
-            ends.append({"losses": torch.tensor(losses), **params_of(sharded)})
-            for owner, value in sharded.named_params().items():
-                kept = {key: each for key, each in optim.state.get(value, {}).items() if isinstance(each, torch.Tensor)}
-                ends[-1] |= {f"{owner} {key}": local(each).clone() for key, each in kept.items()}
-            sent, due = by_phase(sharded.ledger.take())["update"], by_phase(optim.traffic)["update"]
-            if (sent.calls, sent.sent_bytes) != (2 * due.calls, 2 * due.sent_bytes):
-                wrong.append(f"{where}: {sent} for twice {due}")
-        wrong += [f"{stage} {param} {where}: {key}" for key in unequal(*ends)]
+            runs.append({"losses": torch.tensor(losses), **ends_of(sharded, optim)})
+            sent, due = (by_phase(each).get("update", Traffic()) for each in (sharded.ledger.take(), optim.traffic))
+            if (sent.calls, sent.sent_bytes) != (STEPS * due.calls, STEPS * due.sent_bytes):
+                wrong.append(f"{where}: {sent} for {STEPS} times {due}")
+        wrong += [f"{where} {kind}: {key}" for key in unequal(*runs)]
     return wrong
 
 
-ON_HOST = [(3, "bf16", "parameters too"), (1, "bf16", "half"), (2, "fp32", "all")]
-ON_HOST += [(0, "bf16", "all"), (2, "bf16", "gradients"), (3, "fp32", "within the step")]
+FIRST_CELL: Cell = ("parameters too", {"stage": 3})
+MORE_CELLS: list[Cell] = [
+    ("half", {"stage": 1}),
+    ("all", {"stage": 2, "param": "fp32"}),
+    ("all", {"stage": 0}),
+    ("gradients", {"stage": 2}),
+    ("within the step", {"stage": 3, "param": "fp32"}),
+]
+OF_MUON: list[Cell] = [
+    ("parameters too", {"stage": 3, "microbatches": 2}),
+    ("masters", {"stage": 1}),
+    ("disk", {"stage": 0, "param": "fp32"}),
+    ("moments", {"stage": 2, "moments": "bf16"}),
+    ("half", {"stage": 3, "master": "remainder"}),
+    ("disk", {"stage": 3, "param": "fp16"}),
+    ("all", {"stage": 2, "moments": "int8"}),
+]
 
 
-def test_states_on_the_host_change_no_bit(pool: Pool) -> None:
-    assert pool.run(on_the_host, 2, "LAMB", ON_HOST[:1]) == [[], []]
+@pytest.mark.parametrize("name", ["LAMB", "Muon"])
+def test_states_off_the_device_change_no_bit(pool: Pool, tmp_path: Path, name: str) -> None:
+    assert pool.run(off_the_device, 2, name, [FIRST_CELL], tmp_path) == [[], []]
 
 
-@pytest.mark.full("tests/optim/test_whole_rules.py::test_states_on_the_host_change_no_bit")
-@pytest.mark.parametrize("name", RULES)
-def test_states_on_the_host_change_no_bit_full_product(pool: Pool, name: str) -> None:
-    assert pool.run(on_the_host, 2, name, ON_HOST) == [[], []]
+@pytest.mark.full("tests/optim/test_whole_rules.py::test_states_off_the_device_change_no_bit")
+@pytest.mark.parametrize("name", [*RULES, "Muon"])
+def test_states_off_the_device_change_no_bit_at_any_stage(pool: Pool, tmp_path: Path, name: str) -> None:
+    cells = MORE_CELLS + (OF_MUON if name == "Muon" else [])
+    assert pool.run(off_the_device, 2, name, cells, tmp_path) == [[], []]
 
 
 class Cut(nn.Module):
@@ -158,8 +191,8 @@ class Cut(nn.Module):
         self.embed = nn.Embedding(16, 8)
         self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 8)]) for _ in range(2))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embed(tokens)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
         for up, down in self.layers:
             x = x + down(torch.relu(up(x)))
         return x
@@ -179,12 +212,9 @@ def sharded_cut(run: Parallel) -> dzero.Sharded:
     torch.manual_seed(0)
     mesh = dzero.make_mesh("cpu", replicate=run.dp if run.stage == 0 else 1, tp=run.tp)
     plan: dict[str, Any] = {"layers.*.0": ColwiseParallel(), "layers.*.1": RowwiseParallel()}
-    model = (
-        dzero.parallelize(Cut(), mesh, dzero.ParallelConfig(tensor_plan=plan, replicated=["embed.*"]))
-        if run.tp > 1
-        else Cut()
-    )
-    tiers = dzero.OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload)
+    how = dzero.ParallelConfig(tensor_plan=plan, replicated=["embed.*"])
+    model = dzero.parallelize(Cut(), mesh, how) if run.tp > 1 else Cut()
+    tiers = dzero.OffloadConfig(**dict.fromkeys(HOST, run.offload))
     return dzero.shard(model, dzero.ZeroConfig(stage=run.stage), precision="fp32", offload=tiers, mesh=mesh)
 
 
@@ -210,31 +240,29 @@ def trained(rank: int, ranks: int, run: Parallel, rule: str, folder: str = "", f
         sharded.ledger.take()
         optim.step()
         optim.synchronize()
-        assert {
-            entry: each for entry, each in sharded.ledger.take().items() if entry.phase == "update"
-        } == optim.traffic
+        sent = sharded.ledger.take()
+        assert {entry: each for entry, each in sent.items() if entry.phase == "update"} == optim.traffic
     if checkpoints is not None:
         checkpoints.save(last, {})
         checkpoints.finish()
     return params_of(sharded), [entry.kind for entry in optim.traffic if entry.axis == "tp"]
 
 
-def far(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+def far(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(float((found[name] - value).norm() / value.norm()) for name, value in want.items())
 
 
+EVERY_STAGE = [Parallel(stage=3), Parallel(stage=1, offload="host"), Parallel(offload="host")]
+WHOLE = "tests/optim/test_whole_rules.py::test_cut_matrices_are_updated_whole"
+
+
+@pytest.mark.parametrize(
+    ("dp", "runs"),
+    [(1, [Parallel(dp=1)]), pytest.param(2, EVERY_STAGE, marks=pytest.mark.full(WHOLE))],
+    ids=["one", "every stage"],
+)
 @pytest.mark.parametrize("rule", ["muon", "Adafactor"])
-def test_cut_matrices_are_updated_whole(pool: Pool, rule: str) -> None:
-    check_cut(pool, rule, 1, [Parallel(dp=1)])
-
-
-@pytest.mark.full("tests/optim/test_whole_rules.py::test_cut_matrices_are_updated_whole")
-@pytest.mark.parametrize("rule", ["muon", "Adafactor"])
-def test_cut_matrices_are_updated_whole_at_every_stage(pool: Pool, rule: str) -> None:
-    check_cut(pool, rule, 2, [Parallel(stage=3), Parallel(stage=1, offload="host"), Parallel(offload="host")])
-
-
-def check_cut(pool: Pool, rule: str, dp: int, runs: list[Parallel]) -> None:
+def test_cut_matrices_are_updated_whole(pool: Pool, rule: str, dp: int, runs: list[Parallel]) -> None:
     """Forward sums along tp in another order, hence a tolerance; parts that are updated alone are far from it.
 
     Stages and tiers have the same bits.
@@ -250,7 +278,7 @@ def check_cut(pool: Pool, rule: str, dp: int, runs: list[Parallel]) -> None:
     assert all(unequal(each, ends[0]) == [] for each in ends)
 
 
-@pytest.mark.full("tests/optim/test_whole_rules.py::test_cut_matrices_are_updated_whole")
+@pytest.mark.full(WHOLE)
 @pytest.mark.parametrize("rule", ["Adafactor", "muon"])
 def test_their_states_load_on_another_mesh(pool: Pool, tmp_path: Path, rule: str) -> None:
     straight, _ = pool.run(trained, 4, Parallel(stage=3), rule)[0]
@@ -263,10 +291,7 @@ def test_their_states_load_on_another_mesh(pool: Pool, tmp_path: Path, rule: str
 
 
 def fused(rank: int, ranks: int, rule: str) -> str:
-    import transformers  # which takes seconds
-
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    model = decoders.of_transformers("gpt2", on="cpu")
     sharded = dzero.shard(dzero.parallelize(model, dzero.make_mesh("cpu", tp=2)), dzero.ZeroConfig(stage=1))
     with pytest.raises(ValueError, match="cut in several places") as error:
         matrix_rule(sharded, rule)

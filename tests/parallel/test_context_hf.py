@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,11 +62,6 @@ class Case:
     packed: bool = False
 
 
-EVERY = [
-    Case(kind=kind, attention=attention, packed=packed)
-    for kind, attention, packed in product(KINDS, ("all_gather", "ulysses"), (False, True))
-    if not (packed and kind in MIXES_DOCUMENTS)
-]
 FIRST = [
     Case(kind="mistral", packed=True),
     Case(kind="gemma2", attention="ulysses"),
@@ -136,14 +130,18 @@ def split(rank: int, ranks: int, cases: list[Case]) -> list[tuple[float, dict[st
         tokens, targets = (context.part(each) for each in drawn())
         loss = loss_of(model, tokens, targets, positions_of(case.packed))
         loss.backward()
-        total, grads = loss.detach().clone(), {}
-        dist.all_reduce(total)
-        for name, param in model.named_parameters():
-            if param.grad is not None:
-                grads[name] = copy.copy(param.grad)
-                dist.all_reduce(grads[name])
-        found.append((float(total), grads))
+        grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        for grad in grads.values():
+            dist.all_reduce(grad)
+        found.append((summed(loss), grads))
     return found
+
+
+def summed(loss: Tensor) -> float:
+    """Over the ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total)
 
 
 def check(pool: Pool, ranks: int, cases: list[Case]) -> None:
@@ -164,31 +162,11 @@ def test_loss_and_gradients_are_those_of_whole_sequences(pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_whole_sequences_for_every_attention(pool: Pool, kind: str, ranks: int) -> None:
-    rings = [Case(kind=kind, attention="ring")] if kind in ("llama", "gpt2") else []
-    check(pool, ranks, [*rings, *(case for case in EVERY if case.kind == kind)])
-
-
-def sharded(rank: int, ranks: int, stages: list[int]) -> list[float]:
-    """Loss of packed sequences, summed over the ranks, by the model itself in a loop of one's own."""
-    found = []
-    for stage in stages:
-        mesh = dzero.make_mesh("cpu", replicate=ranks if stage == 0 else 1)
-        cut = dzero.parallelize(model_of("mistral"), mesh, dzero.ParallelConfig(cp=ranks))
-        made = dzero.shard(cut, stage=stage, precision="fp32")
-        assert made.context is not None
-        tokens, targets = (made.context.part(each) for each in drawn())
-        with made.microbatch(is_last=True):
-            loss = loss_of(made.model, tokens, targets, positions_of(packed=True))
-            loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        found.append(float(total))
-    return found
-
-
-def test_a_loop_of_ones_own_gives_parts_and_whole_positions(pool: Pool) -> None:
-    want, _ = whole("mistral", packed=True)
-    assert pool.run(sharded, 2, [0, 3]) == [pytest.approx([want, want], rel=LOSS)] * 2
+    cases = [Case(kind=kind, attention="ring")] if kind in ("llama", "gpt2") else []
+    for attention, packed in product(("all_gather", "ulysses"), (False, True)):
+        if not (packed and kind in MIXES_DOCUMENTS):
+            cases.append(Case(kind=kind, attention=attention, packed=packed))
+    check(pool, ranks, cases)
 
 
 ROTARY = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
@@ -203,29 +181,29 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def refusals(rank: int, ranks: int) -> list[str]:
-    found = []
+def of_one_head_of_keys() -> None:
+    model = model_of("llama", num_key_value_heads=1)
+    tokens = context_of(model, "ulysses").part(drawn()[0])
+    model(input_ids=tokens, use_cache=False)
 
-    def asked(attempt: Callable[[], object]) -> None:
+
+def refusals(rank: int, ranks: int) -> None:
+    def refused(message: str, attempt: Callable[..., object], *given: object) -> None:
         with pytest.raises(ValueError, match="cp") as told:
-            attempt()
-        found.append(str(told.value))
+            attempt(*given)
+        assert message in str(told.value)
+        assert "\n" not in str(told.value)
+        assert str(told.value).endswith("take mesh.cp=1") or "all_gather" in str(told.value)
 
-    for kind, sizes, _ in REFUSED:
-        asked(lambda kind=kind, sizes=sizes: context_of(model_of(kind, **sizes)))  # type: ignore[misc]
+    for kind, sizes, message in REFUSED:
+        refused(message, context_of, model_of(kind, **sizes))
     for what in ("feed-forward", "positions"):
         with shifted(what):
-            asked(lambda: context_of(model_of("llama")))
-    asked(lambda: context_of(model_of("mistral"), "ring"))
-    asked(lambda: split(rank, ranks, [Case(kind="llama", attention="ring", packed=True)]))
-
-    def of_one_head_of_keys() -> None:
-        model = model_of("llama", num_key_value_heads=1)
-        tokens = context_of(model, "ulysses").part(drawn()[0])
-        model(input_ids=tokens, use_cache=False)
-
-    asked(of_one_head_of_keys)
-    return found
+            other = "LlamaForCausalLM computes something else from cut sequences ("
+            refused(other, context_of, model_of("llama"))
+    refused("ring: MistralForCausalLM has sliding_window=5", context_of, model_of("mistral"), "ring")
+    refused("ring: it takes no masks", split, rank, ranks, [Case(kind="llama", attention="ring", packed=True)])
+    refused("mesh.cp=2, which does not divide heads=8 and kv_heads=1", of_one_head_of_keys)
 
 
 @contextmanager
@@ -250,12 +228,4 @@ def shifted(what: str) -> Iterator[None]:
 
 def test_what_attention_over_cut_sequences_cannot_do_is_refused(pool: Pool) -> None:
     """Models with more than attention, those that compute something else from cut sequences, and what one way lacks."""
-    wanted = [message for *_, message in REFUSED]
-    wanted += ["LlamaForCausalLM computes something else from cut sequences ("] * 2
-    wanted += ["ring: MistralForCausalLM has sliding_window=5", "ring: it takes no masks"]
-    wanted += ["mesh.cp=2, which does not divide heads=8 and kv_heads=1"]
-    for told in pool.run(refusals, 2):
-        for message, error in zip(wanted, told, strict=True):
-            assert message in error
-            assert "\n" not in error
-            assert error.endswith("take mesh.cp=1") or "all_gather" in error
+    pool.run(refusals, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,17 +40,14 @@ FULL = [
     Run(stage=2, **PIPED, schedule="interleaved", parts=2, offload="disk"),
     Run(stage=3, dp=4, ep=2, microbatches=2, offload="host", **MIXED),
     Run(stage=2, dp=2, tp=2, ep=4, forced=True, top_k=1, **MIXED),
-    *(Run(stage=stage, dp=2, tp=2) for stage in (0, 2, 3)),
+    *(Run(stage=stage, dp=2, tp=2) for stage in (0, 2)),
     Run(stage=1, dp=2, tp=2, microbatches=2, offload="host", recompute="selective"),
     Run(stage=3, dp=2, tp=2, recompute="full", tied=True),
-    Run(stage=2, tp=4),
     Run(stage=1, tp=4, gpt2=True),
-    Run(stage=0, tp=2, recompute="full", gpt2=True),
     *(Run(stage=stage, tp=2, hf=kind) for kind, stage in (("llama", 3), ("qwen2", 1), ("mistral", 0))),
     *(Run(stage=stage, dp=2, cp=2, microbatches=2, attention="ulysses") for stage in (1, 3)),
     *(Run(stage=s, cp=4, attention=kind) for s, kind in ((3, "all_gather"), (2, "ulysses"), (3, "ring"))),
     Run(stage=2, dp=2, cp=2, attention="ring", recompute="selective", replicate=2),
-    Run(stage=0, cp=2, tp=2, microbatches=2, offload="host"),
     Run(stage=2, cp=2, tp=2, attention="ulysses", microbatches=2, recompute="full"),
     *(Run(stage=stage, dp=2, **PIPED) for stage in range(4)),
     Run(stage=0, pp=2, layers=4, schedule="gpipe", offload="host"),
@@ -61,43 +57,14 @@ FULL = [
     Run(stage=3, tp=2, **PIPED, recompute="selective", offload="host"),
     Run(stage=3, cp=2, pp=2, microbatches=2, **MIXED),
     Run(stage=0, dp=4, ep=2, **MIXED),
-    Run(stage=2, dp=4, ep=4, forced=True, top_k=1, **MIXED),
     Run(stage=1, dp=2, ep=2, microbatches=2, tied=True, recompute="full", **MIXED),
     *(Run(stage=stage, dp=2, ep=2, balance="loss", **MIXED) for stage in (1, 3)),
     Run(stage=3, dp=4, ep=2, experts=6, balance="none"),
     Run(stage=1, dp=2, ep=2, offload="disk", **MIXED),
     Run(stage=3, dp=4, ep=2, replicate=2, **MIXED),
-    Run(stage=3, dp=1, cp=2, ep=2, **MIXED),
     Run(stage=2, cp=2, ep=2, tp=2, attention="ulysses", **MIXED),
     Run(stage=1, cp=2, ep=2, pp=2, microbatches=2, attention="ring", offload="host", **MIXED),
-    Run(stage=3, ep=4, tp=2, dp=2, pp=2, microbatches=2, **MIXED),
 ]
-SLOW = [
-    *(
-        Run(
-            stage=stage,
-            dp=dp,
-            tp=tp,
-            pp=2,
-            layers=4,
-            microbatches=4,
-            schedule=how,
-            parts=parts,
-            offload=tier,
-            tied=True,
-        )
-        for stage in range(4)
-        for dp, tp in ((2, 1), (1, 2), (2, 2))
-        for how, parts in (("1f1b", 1), ("interleaved", 2), ("gpipe", 1), ("zero_bubble", 2))
-        for tier in ("device", "host")
-    ),
-    *(Run(stage=s, dp=4, ep=ep, microbatches=m, **MIXED) for ep in (2, 4) for s in range(4) for m in (1, 2)),
-    *(Run(stage=s, dp=4, ep=ep, forced=True, top_k=1, **MIXED) for ep in (2, 4) for s in (0, 1, 3)),
-    *(Run(stage=s, dp=2, cp=2, offload=tier, **MIXED) for s in range(4) for tier in ("device", "host")),
-    *(Run(stage=s, cp=2, ep=2, tp=2, offload=tier, **MIXED) for s in range(4) for tier in ("device", "host")),
-    *(replace(run, steps=20) for run in (*DEFAULT, *FULL)),
-]
-CHEAPER = "tests/parallel/test_cut_training.py::test_a_cut_model_trains_as_in_one_process"
 SEEN: dict[str, list[dict[str, Any]]] = {}
 
 
@@ -186,20 +153,11 @@ def moved_along_pp(run: Run, rank: int) -> Traffic:
     return Traffic(calls, calls * SEQUENCES * TOKENS // run.cp // run.tp * WIDTH * 4)
 
 
-@pytest.mark.parametrize("run", DEFAULT, ids=str)
+FIRST = pytest.mark.full("tests/parallel/test_cut_training.py::test_a_cut_model_trains_as_in_one_process")
+
+
+@pytest.mark.parametrize("run", [*DEFAULT, *(pytest.param(run, marks=FIRST) for run in FULL)], ids=str)
 def test_a_cut_model_trains_as_in_one_process(pool: Pool, run: Run) -> None:
-    check(pool, run)
-
-
-@pytest.mark.full(CHEAPER)
-@pytest.mark.parametrize("run", FULL, ids=str)
-def test_a_model_trains_as_in_one_process_however_it_is_cut(pool: Pool, run: Run) -> None:
-    check(pool, run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", SLOW, ids=str)
-def test_long_and_all_runs_train_as_in_one_process(pool: Pool, run: Run) -> None:
     check(pool, run)
 
 

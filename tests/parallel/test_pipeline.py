@@ -3,7 +3,7 @@ test_cut_training."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import cut_runs
@@ -40,45 +40,38 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(2, 2 * cost) for cost in costs)
 
 
-CHAIN = PipelinePlan(("enter",), ("leave",), width=2)
-
-
 def lengths(costs: list[int], last: int, parts: int) -> list[int]:
     """Numbers of blocks of the stages, all on one rank."""
+    plan = PipelinePlan(("enter",), ("leave",), width=2)
     with torch.device("meta"):
-        found = [stages_of(Chain(costs, last), rank, parts, plan=CHAIN) for rank in range(parts)]
+        found = [stages_of(Chain(costs, last), rank, parts, plan=plan) for rank in range(parts)]
     return [stage.blocks for stages in found for stage in stages.own]
 
 
-@pytest.mark.parametrize(
-    ("costs", "last", "parts", "expected"),
-    [
-        ([3] * 8, 0, 4, [2, 2, 2, 2]),
-        ([3] * 8, 5, 4, [2, 2, 3, 1]),
-        ([3] * 8, 0, 3, [2, 3, 3]),
-        ([1] * 16, 0, 8, [2] * 8),
-        ([5, 1, 1, 1, 1, 1], 0, 2, [1, 5]),
-        ([1, 1, 1], 9, 3, [1, 1, 1]),
-    ],
-)
-def test_parts_are_even_and_early_ones_short(costs: list[int], last: int, parts: int, expected: list[int]) -> None:
-    assert lengths(costs, last, parts) == expected
+CUTS: list[tuple[list[int], int, list[int]]] = [
+    ([3] * 8, 0, [2, 2, 2, 2]),
+    ([3] * 8, 5, [2, 2, 3, 1]),
+    ([3] * 8, 0, [2, 3, 3]),
+    ([1] * 16, 0, [2] * 8),
+    ([5, 1, 1, 1, 1, 1], 0, [1, 5]),
+    ([1, 9, 2, 7, 3], 4, [2, 2, 1]),
+    ([5, 1, 6, 2, 8, 1], 0, [2, 2, 2]),
+]
 
 
-@pytest.mark.parametrize(
-    ("costs", "last", "parts"),
-    [([1, 9, 2, 7, 3], 4, 3), ([5, 1, 6, 2, 8, 1], 0, 3), ([2, 2, 9, 1], 7, 2), ([4, 3, 2, 1, 5, 6], 12, 4)],
-)
-def test_no_other_cut_has_a_cheaper_dearest_part_or_is_more_even(costs: list[int], last: int, parts: int) -> None:
+@pytest.mark.parametrize(("costs", "last", "expected"), CUTS)
+def test_parts_are_even_and_early_ones_short(costs: list[int], last: int, expected: list[int]) -> None:
+    """No other cut has a cheaper dearest part, or is more even."""
+
     def worth_of(ends: tuple[int, ...]) -> tuple[int, int]:
         """The dearest part, and the sum of squares."""
         parts = [sum(costs[begin:end]) for begin, end in pairwise((0, *ends, len(costs)))]
         parts[-1] += last
         return max(parts), sum(cost**2 for cost in parts)
 
-    found = lengths(costs, last, parts)
-    ends = tuple(sum(found[: index + 1]) for index in range(parts - 1))
-    assert worth_of(ends) == min(worth_of(each) for each in combinations(range(1, len(costs)), parts - 1))
+    assert lengths(costs, last, len(expected)) == expected
+    *ends, _ = accumulate(expected)
+    assert worth_of((*ends,)) == min(worth_of(each) for each in combinations(range(1, len(costs)), len(ends)))
 
 
 def test_a_part_costs_what_a_token_uses_of_its_experts() -> None:
@@ -106,9 +99,8 @@ def test_every_parameter_has_its_name_and_one_rank_or_both_ends() -> None:
 
 def frozen_at_the_end() -> Any:
     model = llama()
-    model.layers[2:].requires_grad_(False)
-    for name in ("norm", "head"):
-        model.get_submodule(name).requires_grad_(False)
+    for part in (model.layers[2:], model.norm, model.head):
+        part.requires_grad_(False)
     return model
 
 
@@ -118,17 +110,18 @@ def sharing_blocks() -> Any:
     return model
 
 
-def planned(first: str, *last: str) -> PipelinePlan:
-    return PipelinePlan((first,), last, cut_runs.WIDTH)
-
-
 @pytest.mark.parametrize(
     ("model_fn", "ranks", "how", "message"),
     [
         (llama, 4, {"parts": 2}, r"8 pipeline stages of a model of 4 blocks; take at most 2 ranks"),
         (lambda: nn.Linear(2, 2), 2, {}, r"no pipeline stages are known for Linear, only for \['Llama'"),
-        (llama, 2, {"plan": planned("embedding", "head")}, r"no pipeline stage has \['norm.weight'\]"),
-        (llama, 2, {"plan": planned("embd", "norm", "head")}, r"the plan names \['embd'\], which Llama has not as"),
+        (llama, 2, {"plan": PipelinePlan(("embedding",), ("head",), 32)}, r"no pipeline stage has \['norm.weight'\]"),
+        (
+            llama,
+            2,
+            {"plan": PipelinePlan(("embd",), ("norm", "head"), 32)},
+            r"names \['embd'\], which Llama has not",
+        ),
         (frozen_at_the_end, 2, {}, r"every parameter of stage 1 of 2 is frozen \(\['layers.2', 'layers.3', 'norm',"),
         (sharing_blocks, 4, {}, r"only the first stage and the last may share .*layers.0.ffn.up.weight"),
     ],
@@ -237,20 +230,18 @@ def test_a_model_of_its_own_in_a_loop_of_its_own(pool: Pool) -> None:
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def refusals(rank: int, ranks: int) -> list[str]:
+def refusals(rank: int, ranks: int) -> None:
     """Of a forward that does something between its modules, and of a microbatch of another size: each rank raises by
     itself, before it waits for another."""
-    found = []
-    for how in ({"outside": True}, {"last_rows": 3}, {"last_rows": 3, "evaluates": True}):
-        with pytest.raises(ValueError, match=r"mesh\.pp|tokens of") as told:
-            own_loop(rank, ranks, **how)
-        found.append(str(told.value))
-    return found
+    with pytest.raises(
+        ValueError, match=r"mesh\.pp=2: the forward of Own changes hidden states outside of its modules"
+    ):
+        own_loop(rank, ranks, outside=True)
+    for evaluates, which in ((False, 1), (True, 0)):
+        planned_for = r"are \[3, 8\]: the pipeline was planned for 4 sequences"
+        with pytest.raises(ValueError, match=rf"^tokens of microbatch {which} {planned_for}"):
+            own_loop(rank, ranks, last_rows=3, evaluates=evaluates)
 
 
 def test_what_a_pipeline_cannot_run_is_refused_before_ranks_wait_for_each_other(pool: Pool) -> None:
-    for between, in_step, in_evaluation in pool.run(refusals, 2):
-        assert "mesh.pp=2: the forward of Own changes hidden states outside of its modules" in between
-        planned_for = "are [3, 8]: the pipeline was planned for 4 sequences"
-        assert in_step.startswith(f"tokens of microbatch 1 {planned_for} of one length")
-        assert in_evaluation.startswith(f"tokens of microbatch 0 {planned_for}")
+    pool.run(refusals, 2)

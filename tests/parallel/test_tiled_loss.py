@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import decoders
@@ -23,33 +25,29 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(n: int, tied: bool
     """fp32: log-sum-exps of tiles are rounded before they meet, a few times 2^-24."""
     plain, tiled = llama(tied=tied), llama(tied=tied)
     tile_loss(tiled, n)
-    tokens, targets = batch()
-    torch.testing.assert_close(tiled(tokens), plain(tokens), rtol=1e-6, atol=1e-7)
-    losses = [reference_loss(plain, tokens, targets), tiled(tokens, targets)]
+    torch.testing.assert_close(tiled(batch()[0]), plain(batch()[0]), rtol=1e-6, atol=1e-7)
+    compare(plain, tiled, rtol=1e-5, atol=1e-7)
+
+
+def compare(plain: nn.Module, tiled: nn.Module, *, rtol: float, atol: float) -> None:
+    """Losses up to fp32, and gradients, whose tolerances are given."""
+    losses = [reference_loss(plain, *batch()), tiled(*batch())]
     assert losses[1].dtype == torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     for loss in losses:
-        loss.backward()
-    assert_close(grads_of(tiled), grads_of(plain), rtol=1e-5, atol=1e-7)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert_close(grads_of(tiled), grads_of(plain), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_bf16_logits_are_rounded_as_untiled_ones(tied: bool) -> None:
     """The losses differ in fp32 only; gradients of features are added in bf16, tile by tile."""
-    plain, tiled = llama(tied=tied).bfloat16(), llama(loss_tiles=4, tied=tied).bfloat16()
-    losses = [reference_loss(plain, *batch()), tiled(*batch())]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-    for loss in losses:
-        loss.backward()
-    assert_close(grads_of(tiled), grads_of(plain), rtol=3e-2, atol=2e-3)
+    compare(llama(tied=tied).bfloat16(), llama(loss_tiles=4, tied=tied).bfloat16(), rtol=3e-2, atol=2e-3)
 
 
-TILED: dict[str, dict[str, bool]] = {"tokens": {"by_tokens": True}, "vocabulary": {}}
-
-
-@pytest.mark.parametrize("along", TILED)
+@pytest.mark.parametrize("by_tokens", [True, False])
 @pytest.mark.parametrize("n", [1, 4, 128])
-def test_the_error_of_bf16_gradients_does_not_grow_with_the_number_of_tiles(n: int, along: str) -> None:
+def test_the_error_of_bf16_gradients_does_not_grow_with_the_number_of_tiles(n: int, by_tokens: bool) -> None:
     """Against fp64. A sum in bf16 would be off by about 2^-9 for each tile, which add like random steps: 1.3e-2 of 128.
 
     The gradient of the head is as exact as that of whole logits. That of the features is a sum in fp32 of products that
@@ -59,15 +57,16 @@ def test_the_error_of_bf16_gradients_does_not_grow_with_the_number_of_tiles(n: i
     exact, whole = HeadAlone().double(), HeadAlone().bfloat16()
     exact.load_state_dict(whole.state_dict())
     tiled = copy.deepcopy(whole)
-    tile_loss(tiled, n, **TILED[along])
+    tile_loss(tiled, n, by_tokens=by_tokens)
     features, targets = torch.randn(2048, 32).bfloat16(), torch.randint(256, (2048,))
-    errors = []
-    of_features, of_head = grads_of_head(exact, features.double(), targets)
-    for head in (whole, tiled):
-        grads = grads_of_head(head, features, targets)
-        errors += [error_of(grads[0], of_features), error_of(grads[1], of_head)]
-    assert errors[3] == pytest.approx(errors[1], rel=0.01)
-    assert errors[2] < 1.42 * errors[0]
+    right = grads_of_head(exact, features.double(), targets)
+    errors = [
+        [float((grad.double() - want).norm() / want.norm()) for grad, want in zip(grads, right, strict=True)]
+        for grads in (grads_of_head(head, features, targets) for head in (whole, tiled))
+    ]
+    (of_features, of_head), (of_features_in_tiles, of_head_in_tiles) = errors
+    assert of_head_in_tiles == pytest.approx(of_head, rel=0.01)
+    assert of_features_in_tiles < 1.42 * of_features
 
 
 def grads_of_head(model: nn.Module, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,10 +94,6 @@ class HeadAlone(nn.Module):
             features = features.unsqueeze(-1).expand(*features.shape, 32).to(self.head.weight.dtype)
         out: Tensor = self.head(features)
         return out
-
-
-def error_of(grad: Tensor, exact: Tensor) -> float:
-    return float((grad.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -131,20 +126,14 @@ def test_logits_exist_one_tile_at_a_time(tied: bool) -> None:
     """Whole: logits, their exponentials and their gradients are there at once, each [tokens, vocabulary] in fp32."""
     tokens, vocab, n = 256, 4096, 8
     ids = torch.randint(vocab, (1, tokens))
-    peaks = []
-    for tiles in (1, n):
-        model = decoders.with_values(vocab, hidden_size=8, layers=1, heads=1, kv_heads=1, ffn_size=8, tied=tied)
-        if tiles > 1:
-            tile_loss(model, tiles)
-        loss_of = reference_loss if tiles == 1 else nn.Module.__call__
-
-        def run(model: nn.Module = model, loss_of: object = loss_of) -> None:
-            loss_of(model, ids, ids).backward()  # type: ignore[operator]
-
-        peaks.append(allocated_peak_bytes(run, torch.device("cpu")))
+    model = decoders.with_values(vocab, hidden_size=8, layers=1, heads=1, kv_heads=1, ffn_size=8, tied=tied)
+    whole = peak(lambda: reference_loss(model, ids, ids))
+    model.zero_grad()
+    tile_loss(model, n)
+    in_tiles = peak(lambda: model(ids, ids))
     logits_bytes = 4 * tokens * vocab
-    assert peaks[0] > 2 * logits_bytes
-    assert peaks[1] < peaks[0] / n + 0.2 * logits_bytes
+    assert whole > 2 * logits_bytes
+    assert in_tiles < whole / n + 0.2 * logits_bytes
 
 
 class Logits(TorchDispatchMode):
@@ -177,11 +166,17 @@ def test_large_logits_are_tiled_by_themselves_and_the_head_stays_one_unit(
     assert not hasattr(decoders.in_blocks(llama(), tokens=24).head, "loss_targets")  # small logits stay whole
 
 
-def cut(ranks: int, n: int, vocab: int = 96, **sizes: Any) -> Any:
-    """A llama whose vocabulary the ranks share, with `n` tiles of its loss."""
+def steep(vocab: int, **sizes: Any) -> nn.Module:
+    """A llama with a large head, so that its logits are far apart."""
     model = decoders.with_values(vocab, **sizes)
     with torch.no_grad():
         model.get_submodule("head").weight.mul_(20)
+    return model
+
+
+def cut(ranks: int, n: int, vocab: int = 96, **sizes: Any) -> Any:
+    """A llama whose vocabulary the ranks share, with `n` tiles of its loss."""
+    model = steep(vocab, **sizes)
     if n > 1:
         tile_loss(model, n, by_tokens=True)
     return parallelize(model, make_mesh("cpu", tp=ranks))
@@ -193,49 +188,44 @@ def of_split_vocabulary(rank: int, ranks: int, n: int, tied: bool) -> tuple[floa
     with of_ranks.loss():
         loss = of_ranks.model(*of_96())
         loss.backward()
-    model, whole = of_ranks.model, torch.distributed.tensor.DTensor.full_tensor
-    return float(testing.local(loss)), {name: whole(param.grad) for name, param in without_norms(model)}
+    params = of_ranks.model.named_parameters()
+    return float(testing.local(loss)), {name: param.grad.full_tensor() for name, param in params if "norm" not in name}
 
 
-def of_96(ids: int = 96) -> tuple[Tensor, Tensor]:
+def of_96() -> tuple[Tensor, Tensor]:
     tokens, targets = torch.randint(96, (2, 2, 12), generator=torch.Generator().manual_seed(3))
     targets[0, :3] = -100
     return tokens, targets
-
-
-def without_norms(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, param) for name, param in model.named_parameters() if "norm" not in name]
 
 
 @pytest.mark.parametrize(("ranks", "n", "tied"), [(2, 5, False), (4, 3, True)])
 def test_over_a_split_vocabulary_loss_and_gradients_are_those_of_whole_logits(
     pool: Pool, ranks: int, n: int, tied: bool
 ) -> None:
-    model = decoders.with_values(96, tied=tied)
-    with torch.no_grad():
-        model.get_submodule("head").weight.mul_(20)
+    model = steep(96, tied=tied)
     want = reference_loss(model, *of_96())
     want.backward()  # type: ignore[no-untyped-call]
+    params = dict(model.named_parameters())
     for loss, grads in pool.run(of_split_vocabulary, ranks, n, tied):
         assert loss == pytest.approx(float(want.detach()), rel=1e-6)
-        for name, param in without_norms(model):
-            assert (grads[name] - param.grad).norm() <= 2e-6 * param.grad.norm(), name
+        for name, grad in grads.items():
+            assert (grad - params[name].grad).norm() <= 2e-6 * params[name].grad.norm(), name
+
+
+def peak(loss_of: Callable[[], Tensor]) -> int:
+    """Bytes that forward and backward allocate."""
+    return allocated_peak_bytes(lambda: loss_of().backward(), torch.device("cpu"))  # type: ignore[no-untyped-call]
 
 
 def peaks(rank: int, ranks: int) -> list[int]:
-    """Peak of forward and backward of a head whose vocabulary is large, whole and in tiles; targets that are no ids
-    are refused."""
+    """Of a head whose vocabulary is large, whole and in tiles; targets that are no ids are refused."""
     found = []
     for n in (1, 8):
         of_ranks = cut(ranks, n, 4096, hidden_size=8, layers=1, heads=2, kv_heads=2, ffn_size=8)
         ids = torch.randint(4096, (1, 256))
-
-        def run(of_ranks: Any = of_ranks, ids: Tensor = ids, n: int = n) -> None:
-            with of_ranks.loss():
-                loss = of_ranks.model(ids, ids) if n > 1 else reference_loss(of_ranks.model, ids, ids)
-                loss.backward()
-
-        found.append(allocated_peak_bytes(run, torch.device("cpu")))
+        loss_of: Any = nn.Module.__call__ if n > 1 else reference_loss
+        with of_ranks.loss():
+            found.append(peak(partial(loss_of, of_ranks.model, ids, ids)))
     with pytest.raises(IndexError):
         of_ranks.model(ids, torch.full_like(ids, 4096))
     return found
