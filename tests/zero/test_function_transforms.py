@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_cells import whole
 from pool import Pool
 from torch import Tensor, nn
 from torch.autograd import functional
@@ -83,10 +84,6 @@ def taken(rank: int, ranks: int, stage: int) -> list[str]:
 
 def leaves(tree: Any) -> list[Tensor]:
     return [tree.detach()] if isinstance(tree, Tensor) else [leaf for branch in tree for leaf in leaves(branch)]
-
-
-def whole(param: Any) -> Tensor:
-    return param.full_tensor()  # type: ignore[no-any-return]
 
 
 @pytest.mark.product(keep=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from typing import Any
 
 import pytest
@@ -12,35 +11,19 @@ from fake_ranks import fake_ranks
 from live_tensors import live_bytes
 from papers.arithmetic import zero_bytes
 from papers.assumptions import read_papers
-from pool import Pool
 from training_loops import backward, sharded_net
 
 from dzero import AdamW, testing
 
-PRECISIONS: list[dict[str, str]] = [
-    {"param": "bf16", "master": "fp32", "moments": "fp32"},
-    {"param": "bf16", "master": "remainder", "moments": "fp32"},
-    {"param": "bf16", "master": "remainder", "moments": "bf16"},
-    {"param": "bf16", "master": "fp32", "moments": "int8"},
-    {"param": "fp32"},
-    {"param": "fp16", "grad": "fp32"},
+REMAINDER = {"param": "bf16", "master": "remainder"}
+CELLS: list[dict[str, Any]] = [
+    *({"stage": stage, **REMAINDER} for stage in (0, 2)),
+    *({"stage": stage, "microbatches": 4, "param": "bf16"} for stage in (1, 2, 3)),
+    {"stage": 3, "param": "bf16", "moments": "int8"},
+    {"stage": 1, "param": "fp16", "grad": "fp32"},
+    {"net": "uneven", "stage": 2, **REMAINDER},
+    {"net": "uneven", "stage": 3, **REMAINDER, "moments": "bf16"},
 ]
-FEW = [
-    *({"stage": stage, **PRECISIONS[1]} for stage in (0, 2)),
-    *({"stage": stage, "microbatches": 4, **PRECISIONS[0]} for stage in (1, 2, 3)),
-    {"stage": 3, **PRECISIONS[3]},
-    {"stage": 1, **PRECISIONS[5]},
-    {"net": "uneven", "stage": 2, **PRECISIONS[1]},
-    {"net": "uneven", "stage": 3, **PRECISIONS[2]},
-]
-ALL = [
-    *({"stage": stage, **precision} for stage, precision in itertools.product((0, 1, 2, 3), PRECISIONS)),
-    *({"net": "uneven", "stage": stage, **PRECISIONS[1]} for stage in (0, 1, 2, 3)),
-]
-
-
-def measured(rank: int, ranks: int, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [of_cell(**cell) for cell in cells]
 
 
 def of_cell(net: str = "even", *, microbatches: int = 1, **kwargs: Any) -> dict[str, Any]:
@@ -91,15 +74,8 @@ def check(row: dict[str, Any]) -> None:
 
 def test_bytes_of_states_in_a_step_and_between_steps_are_the_formulas() -> None:
     with fake_ranks(2, rank=1):
-        for row in measured(1, 2, FEW):
-            check(row)
-
-
-@pytest.mark.full("tests/zero/test_state_bytes.py::test_bytes_of_states_in_a_step_and_between_steps_are_the_formulas")
-def test_bytes_of_every_stage_and_precision_are_the_formulas(pool: Pool) -> None:
-    """Without those between microbatches: a thread of gloo may let go of a buffer a moment later."""
-    for row in (each for of_rank in pool.run(measured, 2, ALL) for each in of_rank):
-        check(row | {"left": 0})
+        for cell in CELLS:
+            check(of_cell(**cell))
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
