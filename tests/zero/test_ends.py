@@ -7,6 +7,7 @@ from typing import Any
 
 import decoders
 import pytest
+import small_decoders
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from parity_cells import whole
 from pool import Pool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from training_loops import params_of, snapshot, unequal
+from training_loops import backward, params_of, snapshot, unequal
 
 from dzero import AdamW, CheckpointConfig, Checkpointer, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard, testing
 
@@ -45,15 +46,12 @@ def tokens(seed: int) -> Tensor:
 
 
 def loss_of(sharded: Sharded, seed: int) -> Tensor:
-    drawn = tokens(seed)
-    return F.cross_entropy(sharded.model(drawn[:, :-1]).float().flatten(0, 1), drawn[:, 1:].flatten())
+    return small_decoders.loss_fn(sharded.model, tokens(seed))
 
 
 def step(sharded: Sharded, optim: AdamW, seed: int = 0) -> None:
-    microbatches = sharded.layout.microbatches
-    for index in range(microbatches):
-        with sharded.microbatch(is_last=index == microbatches - 1):
-            loss_of(sharded, 100 * seed + 10 * index + dist.get_rank()).backward()  # type: ignore[no-untyped-call]
+    seeds = [100 * seed + 10 * index + dist.get_rank() for index in range(sharded.layout.microbatches)]
+    backward(sharded, optim, [tokens(each) for each in seeds])
     optim.step()
 
 

@@ -18,6 +18,7 @@ from fake_ranks import fake_ranks
 from live_tensors import live_bytes
 from parity_cells import whole
 from pool import Pool
+from small_decoders import loss_fn
 from torch import Tensor, nn
 
 from dzero import (
@@ -82,10 +83,6 @@ def batches() -> list[Tensor]:
     return [torch.randint(VOCAB, (SAMPLES, 9), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
 def oracle(decoded: dict[str, Tensor]) -> dict[str, Any]:
     """Plain torch in one process, whose weights begin with the values that the quantized ones stand for."""
     model = net()
@@ -94,7 +91,7 @@ def oracle(decoded: dict[str, Tensor]) -> dict[str, Any]:
     losses = []
     for tokens in batches():
         optim.zero_grad()
-        loss = loss_of(model, tokens)
+        loss = loss_fn(model, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         optim.step()
         losses.append(loss.item())
@@ -113,7 +110,7 @@ def train(sharded: Sharded, optim: AdamW, steps: list[Tensor]) -> list[float]:
     """Steps on this rank's part of the batches; the losses of all ranks."""
     losses, rank, ranks = [], dist.get_rank(), dist.get_world_size()
     for tokens in steps:
-        loss = loss_of(sharded.model, tokens.chunk(ranks)[rank])
+        loss = loss_fn(sharded.model, tokens.chunk(ranks)[rank])
         loss.backward()  # type: ignore[no-untyped-call]
         optim.step()
         optim.zero_grad()
@@ -217,7 +214,7 @@ def written(rank: int, ranks: int) -> None:
         plain = net()
         plain.load_state_dict(values)
         tokens = batches()[0]
-        torch.testing.assert_close(loss_of(sharded.model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
+        torch.testing.assert_close(loss_fn(sharded.model, tokens), loss_fn(plain, tokens), rtol=1e-6, atol=0)
 
 
 def test_weights_that_are_written_are_quantized_anew(pool: Pool) -> None:
