@@ -30,6 +30,7 @@ MISTAKES = {
     "precision.master=bf16": "precision.master='bf16': choose one of ['fp32', 'remainder']",
     "precision.moments=fp8": "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']",
     "zero.reduction=fast": "zero.reduction='fast': choose one of ['auto', 'exact', 'native']",
+    "zero.optimizer_shard_axes=[none]": "choose [shard] or [replicate,shard]",
     "zero.stage=5": "zero.stage=5: choose 0, 1, 2 or 3",
     "precision=bf17": "precision=bf17: choose one of ['bf16', 'bf16_remainder', 'fp16', 'fp32']; did you mean bf16?",
     "optim.rule=adam": "optim.rule='adam': choose adamw, muon or one of torch.optim's",

@@ -33,11 +33,11 @@ HOST = {"grad": "host", "master": "host", "moments": "host"}
 WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3": (2, {"stage": 3}, {}),
     "stage 0": (2, {"stage": 0}, {}),
-    "stage 2": (3, {"stage": 2}, {}),
     "shared out": (4, {"stage": 2, "replicate": 2, "optimizer_shard_axes": ["replicate", "shard"]}, {}),
+    "stage 2": (3, {"stage": 2}, {}),
     "stage 1": (2, {"stage": 1}, {"grad": "host"}),
-    "replicas": (4, {"stage": 3, "replicate": 2}, {}),
     "host, early": (2, {"stage": 2}, {**HOST, "overlap": "backward"}),
+    "replicas": (4, {"stage": 3, "replicate": 2}, {}),
     "host": (2, {"stage": 3}, HOST),
 }
 
