@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from from_words import CONF, refusal, run_of
+from from_words import refusal, run_of
 from typed_commands import refused, typed
 
-from dzero import RunError, ZeroConfig
+from dzero import ZeroConfig
 
 
 @pytest.fixture(autouse=True)
@@ -21,28 +21,18 @@ def test_padded_sequences_fit_products_in_8_bits() -> None:
     assert (run_of(*line).token_multiple, run_of(line[0]).token_multiple) == (32, 4)
 
 
-def test_a_repository_in_the_cache_is_found_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--org--name"
-    (snapshot := repository / "snapshots" / "abc").mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc\n")
-    assert run_of("model=hf", "model.name_or_path=org/name").model.name_or_path == str(snapshot)
-    assert run_of("model=tiny", "model.weights=org/name").model.weights == str(snapshot)
-    assert run_of("model=hf", "model.name_or_path=org/other").model.name_or_path == "org/other"  # refused later
-    (repository / "refs" / "main").write_text("../abc")
-    with pytest.raises(RunError, match=r"refs/main: '../abc' is no name of a snapshot"):
-        run_of("model=hf", "model.name_or_path=org/name")
-
-
 MISTAKES = {
     # values outside the allowed set
     "precision.compute=fp8": "precision.compute='fp8': choose one of ['param', 'fp8_tensorwise', 'fp8_rowwise']",
     "precision.compute=fp8_rowwise train.sequence_tokens=50 train.microbatch_sequences=2": "mesh.cp = 100; make "
     "train.sequence_tokens a multiple of 16",
+    "precision.reduce=int2": "precision.reduce='int2': choose one of",
+    "precision.master=bf16": "precision.master='bf16': choose one of ['fp32', 'remainder']",
+    "precision.moments=fp8": "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']",
+    "zero.reduction=fast": "zero.reduction='fast': choose one of ['auto', 'exact', 'native']",
+    "zero.optimizer_shard_axes=[none]": "choose [shard] or [replicate,shard]",
     "zero.stage=5": "zero.stage=5: choose 0, 1, 2 or 3",
     "precision=bf17": "precision=bf17: choose one of ['bf16', 'bf16_remainder', 'fp16', 'fp32']; did you mean bf16?",
-    "schedule.kind=cosin": "schedule.kind='cosin': choose one of ['constant', 'cosine', 'linear', 'wsd']",
     "optim.rule=adam": "optim.rule='adam': choose adamw, muon or one of torch.optim's",
     "launch.workers=0": "launch.workers=0: must be a whole number ≥ 1 and ≤ 1048576, or null to choose",
     # names that do not exist
@@ -51,89 +41,63 @@ MISTAKES = {
     "zero={stag: 3}": "zero.stag: unknown key",
     "lr=1": "lr: unknown key; the configuration has",
     "train.lr=1": "did you mean optim.lr=1?",
-    "stage=3": "did you mean zero.stage=3?",
     "steps=5": "did you mean train.steps=5 or profile.steps=5?",
-    "optim.warmup_step=8": "did you mean schedule.warmup_steps=8?",
     "disk.thread=2": "did you mean offload.disk.threads=2?",
     # other types
     "zero.stage=abc": "zero.stage=abc: must be a whole number",
     "train.steps=1.5": "train.steps=1.5: must be a whole number",
-    "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, cp, tp, pp) that make "
-    "as many, the nearest first: [(1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 2, 1), (1, 1, 1, 4), (1, 1, 4, 1), (1, 4, 1, 1), "
-    "(4, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1)], or start 6",
-    "mesh.cp=4 launch.workers=6": "mesh.cp=4, but there are 6 ranks: (dp, cp, tp, pp) that make as many, the nearest "
-    "first: [(1, 1, 1, 6), (1, 1, 6, 1), (1, 6, 1, 1), (6, 1, 1, 1), (1, 1, 2, 3), (1, 1, 3, 2), (1, 2, 1, 3), "
-    "(1, 2, 3, 1), (1, 3, 1, 2), (1, 3, 2, 1), (2, 1, 1, 3), (2, 1, 3, 1)] and 4 more",
-    "mesh.tp=3": "mesh.tp=3 does not divide the model's kv_heads=2, ffn_size=512; allowed: [1, 2]",
-    "mesh.tp=4 launch.workers=4": "mesh.tp=4 does not divide the model's heads=6, kv_heads=2; allowed: [1, 2]",
-    "mesh.pp=8 train.accumulate=8 launch.workers=8": "mesh.pp=8: 8 pipeline stages of a model of 4 blocks",
-    "mesh.pp=4 mesh.pp_schedule=interleaved train.accumulate=4 launch.workers=4": "mesh.pp=4 with 2 stages on each "
-    "rank: 8 pipeline stages of a model of 4 blocks; take at most 2 ranks, or fewer stages",
-    "mesh.pp=2 mesh.pp_schedule=2f2b": "mesh.pp_schedule='2f2b': choose one of ['1f1b', 'gpipe', 'interleaved', "
-    "'zero_bubble']",
-    "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
-    "mesh.tp=2 train.sequence_tokens=255": "mesh.tp=2 does not divide train.sequence_tokens=255",
-    "model=tiny_moe mesh.ep=4 launch.workers=2": "mesh.ep=4 does not divide the 2 data-parallel ranks of axis shard",
-    "model=tiny_moe mesh.dp=2 mesh.tp=2 mesh.ep=8": "mesh.ep=8 does not divide the 2 data-parallel ranks of axis shard "
-    "x mesh.tp=2, all of which share them, of which experts are shared by neighbours; allowed: [2, 4]",
     "launch.workers=two": "launch.workers=two: must be a whole number or null",
     "optim.lr=fast": "optim.lr=fast: must be a number",
     "data.paths={a.jsonl:1}": "data.paths={a.jsonl:1}: must be a list [...], each a word or null",
     "data.paths=[a.txt,b.txt] data.weights=[1,-1]": "data.weights=[1,-1]: -1.0 is no weight, which must be a number",
     "optim.betas=0.9": "optim.betas=0.9: must be a list [...], each a number or null",
+    "train=3": "train=3: train is a group; set one of ['train.steps', ",
     "zero=aut": "zero=aut: choose one of ['auto', 'given']; did you mean auto?",
     "+zero=auto": "+zero=auto: zero is chosen already; leave the + away",
-    "train=3": "train=3: train is a group; set one of ['train.steps', ",
     "~zero.stage": "~zero.stage: a setting cannot be deleted",
-    "+model=hf": "+model=hf: model is chosen already; leave the + away",
-    # what cannot be together
-    "train.global_sequences=7": "and 2 data-parallel ranks: their product is not train.global_sequences; take "
-    "train.global_sequences as a multiple of 2, which each rank has a part of",
-    "train.global_sequences=32 train.accumulate=1 train.microbatch_sequences=4": "take train.accumulate=null, from "
-    "which 4 follow, or train.microbatch_sequences=16",
-    "train.accumulate=null": "take train.accumulate=1, or a train.global_sequences, from which it then follows",
-    "train.accumulate=null train.global_sequences=4": "no number of such microbatches makes train.global_sequences; "
-    "take train.microbatch_sequences=2, or train.global_sequences as a multiple of 8",
+    # what ranks cannot share
+    "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, cp, tp, pp) that make "
+    "as many, the nearest first: [(1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 2, 1), (1, 1, 1, 4), (1, 1, 4, 1), (1, 4, 1, 1), "
+    "(4, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1)], or start 6",
+    "mesh.cp=4 launch.workers=6": "(2, 1, 1, 3), (2, 1, 3, 1)] and 4 more",
+    "mesh.tp=3": "mesh.tp=3 does not divide the model's kv_heads=2, ffn_size=512; allowed: [1, 2]",
+    "mesh.tp=2 train.sequence_tokens=255": "mesh.tp=2 does not divide train.sequence_tokens=255",
+    "mesh.pp=8 train.accumulate=8 launch.workers=8": "mesh.pp=8: 8 pipeline stages of a model of 4 blocks",
+    "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
+    "model=tiny_moe mesh.dp=2 mesh.tp=2 mesh.ep=8": "mesh.ep=8 does not divide the 2 data-parallel ranks of axis shard "
+    "x mesh.tp=2, all of which share them, of which experts are shared by neighbours; allowed: [2, 4]",
+    "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
+    # what cannot be, or has no effect; tests/inside/test_inside_rules.py has what cannot be together
     "train.on_nan=ignore": "train.on_nan='ignore': choose skip or stop",
     "checkpoint.every=5 checkpoint.deadline_s=0": "checkpoint.deadline_s=0.0: must be a number in [0.001, ",
-    "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
     "train.steps=5 schedule.warmup_steps=10": "schedule.warmup_steps=10 exceed train.steps=5: take fewer of them",
     "model=gpt2_124m train.sequence_tokens=2048": "the model takes sequences up to model.max_tokens=1024",
     "model=hf": "model.name_or_path is unset",
-    # no effect
     "model.name_or_path=gpt2": "model.name_or_path=gpt2 has no effect with model.kind=llama",
-    # what could not work
     "optim.lr=nan": "optim.lr=nan: must be a number in [0, 1e+06]",
     "profile=on profile.start_step=500": "the trace ends with step 502, but the run has 200",
-    "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",
     "model.weights=no/such": "model.weights=no/such: no such folder",
     "model.weights=true": "model.weights=true: model.kind=llama has no folder of its own",
-    # tiers
     "offload=nvme": "offload=nvme: choose one of ['disk', 'host', 'host_all', 'infinity', 'none']",
     "offload.disk.threads=0 offload.master=disk": "threads=0: must be 1 to 64",
     "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be a number in (0, 1]; for none",
-    "offload.activations=tape": "offload.activations='tape': choose one of ['device', 'host', 'disk']",
-    # hardware
-    "hardware=h100": "hardware=h100: choose one of ['a100_40g', ",
     "hardware=h100_80g hardware.device_byte=1": "hardware.device_byte: unknown key; hardware has ['attention_flops', ",
     "hardware=h100_80g hardware.efficiency=2": "hardware.efficiency=2.0: a part of the peak, must be in (0, 1]",
     "hardware.device_bytes=1": "this machine's figures are measured; choose a node as well",
-    # files
     "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",
     # grammar, and sweeps: each run is checked before the first one starts
     "zero.stage=1,2": "several values are several runs, --multirun zero.stage=1,2; a list is zero.stage=[...]",
     "--zero.stage=3": "a setting is written without dashes, zero.stage=3",
     "--stage 3": "a setting is written without dashes, stage=3",
     "zero.stage = 3": "a setting is written without spaces, zero.stage=3",
-    "zero.stage 3": "zero.stage: a setting is written zero.stage=3",
+    "--multirun zero.stage=1,5": "zero.stage=5: choose 0, 1, 2 or 3",
+    "--multirun model=tiny,tinny": "model=tinny: choose one of",
     # words for a checkpoint, an update rule and its settings
     "resume.source=latest": "resume=latest: no such folder; take resume=auto for the latest in checkpoint.folder=",
     "resume.override=lr": "resume.override=lr: must be a list [...], each a word, such as resume.override=[lr]",
     "resume.override=[lr]": "; did you mean optim.lr or optim.muon.lr?",
     "optim.rule=sgd": "; did you mean SGD?",
     "optim.rule=SparseAdam zero.stage=0": "optim.rule=SparseAdam: it takes sparse gradients only",
-    "--multirun zero.stage=1,5": "zero.stage=5: choose 0, 1, 2 or 3",
-    "--multirun model=tiny,tinny": "model=tinny: choose one of",
 }
 
 
@@ -147,16 +111,12 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
 
 MEANT = {
     "model=llama_7b": "llama_8b",
-    "model=llama_65b": "llama_70b",
-    "model=llama_405b": "llama_1t",
     "model=llama": "llama_1b or llama_8b or llama_70b",
-    "model=gpt2": "gpt2_124m",
     "model=qwen_7b": None,
+    "model=TINY": "tiny",
     "hardware=a100": "a100_40g or a100_80g",
     "hardware=h100_96g": "h100_80g",
-    "precision=bfloat16": None,
     "experiment=gpu_500": "gpus_512",
-    "zero=automatic": None,
     "--config-name=finetuning": "finetune",
 }
 """Names that nobody gave, and those that they may stand for."""
@@ -168,27 +128,14 @@ def test_a_wrong_name_gets_the_nearest_of_its_family_and_size(line: str, meant: 
     assert refusal(line).partition("]; did you mean ")[2] == ("" if meant is None else f"{meant}?")
 
 
-GROUPS = sorted(path.parent.name + "=" + path.stem for path in CONF.glob("*/*.yaml"))
-
-
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("line", GROUPS)
-def test_a_name_in_capitals_gets_the_name(line: str) -> None:
-    group, _, name = line.partition("=")
-    assert refusal(f"{group}={name.upper()}").endswith(f"did you mean {name}?")
-
-
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize(
     "line",
     [
         "",
-        "zero.stage=3 zero.reshard_after_forward=false optim.lr=1e-3 train.accumulate=4",
         "precision=fp16 scaler.init=1024 block.activation_checkpoint=full",
-        "offload.activations=host block.activation_checkpoint=full",
         "offload.activations=disk offload.prefetch_units=3 block.activation_checkpoint=full",
         "optim.rule=SGD optim.options={momentum:0.9} optim.betas=null",
-        "optim.rule=SGD optim.options.momentum=0.9",
         "zero.units=[Block] optim.betas=[0.9,0.99]",
         "hydra.run.dir=elsewhere hydra/job_logging=none",
         "--multirun zero.stage=0,1,2,3 model=tiny,bench_21m",
@@ -196,34 +143,16 @@ def test_a_name_in_capitals_gets_the_name(line: str) -> None:
         "--multirun model=glob(bench*)",
         "--multirun zero={stage:1},{stage:3}",
         "model=tiny_moe mesh.ep=2 zero.stage=3 offload=host mesh.cp=2 block.activation_checkpoint=full",
-        "model=tiny_moe mesh.ep=2 mesh.pp=2 train.accumulate=2 model.balance=loss",
         "model=tiny_moe mesh.ep=4 mesh.tp=2 model.kv_heads=2",
-        "zero=auto",
         "zero=auto zero.stage=3 offload=host_all hardware=h100_80g",
-        "--multirun zero=auto,given",
-        "launch.check_memory=false",
         "--cfg job",
         "-sc install=bash",
-        "--config-dir=mine model=mine",
         "hardware=h100_80g hardware.network=null",
         "model=llama_70b launch.workers=8 mesh.replicate=2 zero.stage=3 zero.reshard_after_forward=2",
     ],
 )
 def test_what_is_right_passes(line: str) -> None:
     assert refusal(*line.split()) == ""
-
-
-def test_the_settings_of_a_run_are_the_owners_dataclasses() -> None:
-    run = run_of("zero.stage=3", "optim.rule=SGD", "optim.options={momentum: 0.9}", "optim.betas=null")
-    assert run.zero.stage == 3
-    assert run.optim.options == {"momentum": 0.9}
-    assert run_of("optim.betas=[0.8,0.9]").optim.betas == [0.8, 0.9]
-
-
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("model", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
-def test_every_size_in_conf_is_valid(model: str) -> None:
-    run_of(f"model={model}", *(["model.name_or_path=gpt2"] if model == "hf" else []))
 
 
 def test_a_step_takes_what_the_batch_arithmetic_says() -> None:
@@ -245,18 +174,15 @@ def test_workers_and_sweeps_are_refused_under_torchrun(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("zero.stage=5", "error: zero.stage=5: choose 0, 1, 2 or 3\n"),
-        (
-            "zero.stage",
-            "error: zero.stage: a setting is written KEY=VALUE, such as zero.stage=3; see dzero train --help\n",
-        ),
+        ("zero.stage=5", "zero.stage=5: choose 0, 1, 2 or 3"),
+        ("zero.stage", "zero.stage: a setting is written KEY=VALUE, such as zero.stage=3; see dzero train --help"),
     ],
 )
 def test_the_command_says_it_once_without_a_stack_trace_and_leaves_nothing(
     line: str, told: str, tmp_path: Path
 ) -> None:
     ended = typed("train.py", line, cwd=tmp_path)
-    assert (refused(ended), ended.stdout) == (told, "")
+    assert (refused(ended), ended.stdout) == (f"error: {told}\n", "")
     assert list(tmp_path.iterdir()) == []
 
 

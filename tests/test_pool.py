@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import TOLERATED, Pool, WorkerError
-from small_decoders import build
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from training_loops import bits
 
 
 def summed(rank: int, ranks: int, base: Tensor) -> tuple[Tensor, int]:
@@ -28,15 +27,6 @@ def echo(rank: int, ranks: int, value: Any) -> Any:
 
 def identity(rank: int, ranks: int) -> tuple[int, int, float]:
     return os.getpid(), torch.get_num_threads(), torch.rand(()).item()
-
-
-def sharded(rank: int, ranks: int) -> Tensor:
-    model = build("uneven")
-    fully_shard(model)
-    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-    weight = model.get_parameter("head.weight")
-    assert isinstance(weight, DTensor)
-    return weight.full_tensor().detach()
 
 
 def dtensor(rank: int, ranks: int) -> Any:
@@ -83,23 +73,13 @@ def test_workers_are_kept_single_threaded_and_seeded_alike(pool: Pool) -> None:
     assert {(threads, drawn) for _, threads, drawn in first} == {(1, first[0][2])}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.bool])
-@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_tensors_of_every_dtype_and_shape_travel_with_their_bits(
-    pool: Pool, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    sent = torch.randn(shape).mul(9).to(dtype)
-    (nested,) = pool.run(echo, 1, {"a": [sent]})
-    back = nested["a"][0]
-    assert (back.dtype, back.shape) == (dtype, sent.shape)
-    assert back.reshape(-1).view(torch.uint8).tolist() == sent.reshape(-1).view(torch.uint8).tolist()
-
-
-def test_consecutive_runs_may_shard_models(pool: Pool) -> None:
-    expected = build("uneven").head.weight
-    for _ in range(2):
-        for weight in pool.run(sharded, 4):
-            assert torch.equal(weight, expected)
+def test_tensors_of_every_dtype_and_shape_travel_with_their_bits(pool: Pool) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.bool)
+    sent = [torch.randn(shape).mul(9).to(dtype) for dtype in dtypes for shape in ((), (0, 3), (2, 3))]
+    (nested,) = pool.run(echo, 1, {"a": sent})
+    for back, each in zip(nested["a"], sent, strict=True):
+        assert (back.dtype, back.shape) == (each.dtype, each.shape)
+        assert torch.equal(bits(back), bits(each))
 
 
 def test_a_dtensor_is_refused_with_the_repair(pool: Pool) -> None:
@@ -110,12 +90,9 @@ def test_a_dtensor_is_refused_with_the_repair(pool: Pool) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_first_failure_is_raised_and_ranks_left_in_a_collective_are_replaced(pool: Pool, failing: int) -> None:
     pool.run(echo, 2, None)
-    before = pool.pids
-    started_s = time.monotonic()
+    left = pool.pids[1 - failing]
     with pytest.raises(WorkerError, match=rf"rank {failing} of 2: Traceback[\s\S]*KeyError: 'stage of rank {failing}'"):
         pool.run(one_fails, 2, failing)
-    assert time.monotonic() - started_s < 10
-    left = before[1 - failing]
     assert left not in pool.pids
     with pytest.raises(ProcessLookupError):
         os.kill(left or 0, 0)
@@ -127,9 +104,13 @@ def test_a_dead_worker_is_named_with_its_exit_code(pool: Pool) -> None:
         pool.run(one_dies, 2)
 
 
-def test_a_run_that_takes_too_long_is_ended(pool: Pool) -> None:
-    with pytest.raises(TimeoutError, match=r"ranks \[0\] of 1 did not return within 0.5 s"):
-        pool.run(sleeps, 1, timeout_s=0.5)
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    with Pool() as pool:
+        with pytest.raises(TimeoutError, match=r"ranks \[0\] of 1 did not return within 0.5 s"):
+            pool.run(sleeps, 1, timeout_s=0.5)
+        (pid, _, _) = pool.run(identity, 1)[0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.skipif(TOLERATED > 0, reason="torch before 2.13 keeps groups itself: workers are replaced after many runs")
@@ -141,10 +122,3 @@ def test_a_worker_in_which_a_group_outlives_its_run_is_replaced(pool: Pool) -> N
     assert after[0][0] == before[0][0]
     assert before[1][0] not in {pid for pid, *_ in after}
     assert len(pool.kept) == told + 1
-
-
-def test_closing_leaves_no_process() -> None:
-    with Pool() as pool:
-        (pid, _, _) = pool.run(identity, 1)[0]
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from reference import AdamW, LossScale, Numerics, global_norm, to_working, train, update
-from small_decoders import SHAPES, batches, build, loss_fn
+from reference import AdamW, global_norm, to_working, train, update
+from small_decoders import batches, build, loss_fn
 from torch import Tensor, nn
 
 STEPS = 6
@@ -32,8 +32,7 @@ def test_imports_nothing_of_the_code_it_judges() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", list(SHAPES))
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("kind", "clip"), [("uneven", None), ("even", 0.5), ("tied", 0.5), ("frozen", 0.5)])
 def test_one_fp32_rank_trains_as_torch_adamw_does(kind: str, clip: float | None) -> None:
     data = batches(kind, steps=STEPS, ranks=1, microbatches=2)
     ours = train(partial(build, kind), data, loss_fn, lrs=LRS, clip=clip)
@@ -73,29 +72,20 @@ def test_update_is_one_rounded_fp32_operation_at_a_time() -> None:
         assert torch.equal(mine.view(torch.int32), torch.from_numpy(theirs).view(torch.int32))
 
 
-def test_bf16_working_copies_round_to_nearest_with_ties_away_from_zero() -> None:
+def test_working_copies_are_rounded_in_bf16_with_ties_away_from_zero_and_in_fp16_to_even() -> None:
     cases = {
-        0x3F800000: 0x3F80,  # 1
         0x3F807FFF: 0x3F80,  # just below a tie
         0x3F808000: 0x3F81,  # a tie above an even pattern: torch's .to would keep 0x3F80
         0x3F818000: 0x3F82,  # a tie above an odd pattern
         0xBF808000: 0xBF81,  # away from zero, not up
-        0x80000000: 0x8000,  # -0
         0x00008000: 0x0001,  # the smallest subnormal that is not lost
         0x7F7F8000: 0x7F80,  # beyond the largest finite bf16: infinity
         0x7F800000: 0x7F80,  # infinity
-        0xFFFF8000: 0x0000,  # modulo 2^32 (a NaN, which no master holds)
     }
     rounded = to_working(floats(*cases), torch.bfloat16).view(torch.uint16).tolist()
     assert [hex(x) for x in rounded] == [hex(x) for x in cases.values()]
-
-
-def test_fp16_working_copies_round_ties_to_even_and_fp32_ones_are_copies() -> None:
-    x = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 1e6])
-    assert to_working(x, torch.float16).tolist() == [1.0, 1 + 2**-9, math.inf]
-    same = to_working(x, torch.float32)
-    assert torch.equal(same, x)
-    assert same.data_ptr() != x.data_ptr()
+    ties = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 1e6])
+    assert to_working(ties, torch.float16).tolist() == [1.0, 1 + 2**-9, math.inf]
 
 
 def test_reduction_sums_in_fp32_in_rank_order_and_rounds_once() -> None:
@@ -106,58 +96,6 @@ def test_reduction_sums_in_fp32_in_rank_order_and_rounds_once() -> None:
     assert reference.reduce(three, torch.float32).item() == float(np.float32(3) * np.float32(1 / 3))
     halves = [torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-8], dtype=torch.bfloat16)]
     assert reference.reduce(halves, torch.bfloat16).item() == 0.5  # a tie, to even
-
-
-@pytest.mark.parametrize("kind", list(SHAPES))
-def test_two_ranks_average_to_one_big_batch(kind: str) -> None:
-    data = batches(kind, steps=STEPS, ranks=2, microbatches=1)
-    whole = [[[torch.cat([a, b])]] for ((a,), (b,)) in data]
-    two = train(partial(build, kind), data, loss_fn, lrs=LRS, clip=1.0)
-    one = train(partial(build, kind), whole, loss_fn, lrs=LRS, clip=1.0)
-    assert two.losses == pytest.approx(one.losses, rel=1e-4)
-    assert two.norms == pytest.approx(one.norms, rel=1e-3)
-
-
-def test_with_one_microbatch_early_and_late_are_the_same_bits() -> None:
-    data = batches("even", steps=STEPS, ranks=2, microbatches=1)
-    w = torch.bfloat16
-    late = train(partial(build, "even"), data, loss_fn, lrs=LRS, numerics=Numerics(working=w, wire=w, grad=w))
-    early = train(
-        partial(build, "even"), data, loss_fn, lrs=LRS, numerics=Numerics(working=w, wire=w, grad=w, early=True)
-    )
-    assert all(torch.equal(late.masters[name], early.masters[name]) for name in late.masters)
-
-
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("working", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", list(SHAPES))
-def test_every_dtype_learns_every_net(kind: str, working: torch.dtype) -> None:
-    steps = 40
-    data = batches(kind, steps=steps, ranks=2, microbatches=1)
-    scale = LossScale(init=2.0**10) if working == torch.float16 else None
-    history = train(
-        partial(build, kind),
-        data,
-        loss_fn,
-        lrs=[1e-2] * steps,
-        numerics=Numerics(working=working, wire=working),
-        loss_scale=scale,
-    )
-    assert sum(history.losses[-5:]) < 0.8 * sum(history.losses[:5])
-    assert history.updates == steps
-    start = dict(build(kind).named_parameters())
-    for name, p in history.params.items():
-        expected = history.masters.get(name, start[name].detach())
-        assert torch.equal(p, to_working(expected, working))
-
-
-def test_bf16_moments_are_rounded_only_when_stored() -> None:
-    p, g = torch.randn(64), torch.randn(64)
-    zeros = (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16))
-    exact, kept = update(p, (torch.zeros(64), torch.zeros(64)), g, 1, 1e-3, AdamW())
-    rounded, stored = update(p, zeros, g, 1, 1e-3, AdamW(moments=torch.bfloat16))
-    assert torch.equal(exact, rounded)
-    assert all(torch.equal(s, k.bfloat16()) for s, k in zip(stored, kept, strict=True))
 
 
 def test_norm_adds_chunks_in_rank_order_and_skips_empty_ones() -> None:
@@ -171,48 +109,3 @@ def test_norm_adds_chunks_in_rank_order_and_skips_empty_ones() -> None:
     assert global_norm(grads, 4, record) == math.sqrt(11)
     assert seen == [(2, 2), (2, 2), (1, 2), (1,)]
     assert global_norm(grads, 4) == math.sqrt(11)
-
-
-def poisoned(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
-    tokens, factor = batch
-    return loss_fn(model, tokens) * factor
-
-
-def test_a_non_finite_gradient_on_one_rank_skips_the_step_for_all() -> None:
-    data = batches("tied", steps=3, ranks=2, microbatches=1)
-    factors = [[1.0, 1.0], [1.0, math.inf], [1.0, 1.0]]
-    mixed = [[[(tokens, factors[i][r])] for r, (tokens,) in enumerate(step)] for i, step in enumerate(data)]
-    without = [mixed[0], mixed[2]]
-    skipped = train(partial(build, "tied"), mixed, poisoned, lrs=[1e-2, 9.0, 1e-3])
-    plain = train(partial(build, "tied"), without, poisoned, lrs=[1e-2, 1e-3])
-    assert skipped.skipped == [False, True, False]
-    assert not math.isfinite(skipped.norms[1])
-    assert skipped.updates == plain.updates == 2
-    for name, master in plain.masters.items():
-        assert torch.equal(skipped.masters[name], master)
-        assert all(torch.equal(a, b) for a, b in zip(skipped.moments[name], plain.moments[name], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("config", "pattern", "scales"),
-    [
-        (LossScale(init=16.0), "x..x", [16, 8, 8, 8, 4]),
-        (LossScale(init=16.0, hysteresis=2), "x.xxxx", [16, 16, 16, 16, 8, 4, 2]),
-        (LossScale(init=2.0), "xxx", [2, 1, 1, 1]),
-        (LossScale(init=16.0, growth_interval=2), "...x...", [16, 16, 32, 32, 16, 16, 32, 32]),
-    ],
-)
-def test_loss_scale_moves_as_configured(config: LossScale, pattern: str, scales: list[float]) -> None:
-    data = batches("even", steps=len(pattern), ranks=1, microbatches=1)
-    marked = [
-        [[(of_step[0][0], math.nan if mark == "x" else 1.0)]] for of_step, mark in zip(data, pattern, strict=True)
-    ]
-    history = train(partial(build, "even"), marked, poisoned, lrs=[1e-3] * len(pattern), loss_scale=config)
-    assert [*history.scales, history.final_scale] == scales
-    assert history.skipped == [mark == "x" for mark in pattern]
-
-
-def test_an_unused_parameter_is_an_error_that_names_it() -> None:
-    data = batches("even", steps=1, ranks=1, microbatches=1)
-    with pytest.raises(ValueError, match=r"embed\.weight got no gradient"):
-        train(partial(build, "even"), data, lambda model, _: model.get_parameter("norm.weight").sum(), lrs=[1e-3])

@@ -2,7 +2,7 @@
 
     python docs/scripts/gpu_page.py
 
-A row is of a GPU where its `hardware` names one, as benchmarks/report.py writes it. tests/test_gpu_page.py fails where
+A row is of a GPU where its `hardware` names one, as benchmarks/report.py writes it. tests/test_docs.py fails where
 the page is not what this makes.
 """
 

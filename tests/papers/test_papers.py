@@ -6,7 +6,6 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from omegaconf import OmegaConf
 from papers.arithmetic import (
@@ -30,33 +29,12 @@ from dzero import OffloadConfig
 CONF = Path(__file__).parents[2] / "conf"
 GB = 1e9
 
-# ZeRO 2020, table 1: GB per device with Pos, Pos+g, Pos+g+p, by degree of data parallelism.
 TABLE_1 = {
-    "7.5 B": {
-        1: "120 120 120",
-        4: "52.5 41.3 30",
-        16: "35.6 21.6 7.5",
-        64: "31.4 16.6 1.88",
-        256: "30.4 15.4 0.47",
-        1024: "30.1 15.1 0.12",
-    },
-    "128 B": {
-        1: "2048 2048 2048",
-        4: "896 704 512",
-        16: "608 368 128",
-        64: "536 284 32",
-        256: "518 263 8",
-        1024: "513 257 2",
-    },
-    "1 T": {
-        1: "16000 16000 16000",
-        4: "7000 5500 4000",
-        16: "4750 2875 1000",
-        64: "4187 2218 250",
-        256: "4046 2054 62.5",
-        1024: "4011 2013 15.6",
-    },
+    "7.5 B": "120 120 120 / 52.5 41.3 30 / 35.6 21.6 7.5 / 31.4 16.6 1.88 / 30.4 15.4 0.47 / 30.1 15.1 0.12",
+    "128 B": "2048 2048 2048 / 896 704 512 / 608 368 128 / 536 284 32 / 518 263 8 / 513 257 2",
+    "1 T": "16000 16000 16000 / 7000 5500 4000 / 4750 2875 1000 / 4187 2218 250 / 4046 2054 62.5 / 4011 2013 15.6",
 }
+"""GB per device with Pos, Pos+g, Pos+g+p / for each of 1, 4, 16, 64, 256 and 1024 ranks (ZeRO 2020, table 1)."""
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +46,12 @@ def papers() -> Papers:
 def test_table_1_of_zero(papers: Papers, name: str) -> None:
     """To less than one unit of the last printed digit: the paper rounds some figures and cuts others."""
     (model,) = (model for model in papers.zero.models if model.name == name)
-    assert papers.zero.ranks == list(TABLE_1[name])
-    for ranks, line in TABLE_1[name].items():
+    assert papers.zero.ranks == [1, 4, 16, 64, 256, 1024]
+    for ranks, line in zip(papers.zero.ranks, TABLE_1[name].split(" / "), strict=True):
         for published, stage in zip(line.split(), papers.zero.stages.values(), strict=True):
             last_digit = 10.0 ** -len(published.partition(".")[2])
             computed = zero_bytes(papers.zero, model.elems, stage, ranks)
             assert computed / GB == pytest.approx(float(published), abs=last_digit * 0.999)
-
-
-@pytest.mark.parametrize("ranks", [4, 64, 1024])
-def test_own_bytes_beside_table_1_are_the_tables_with_fsdp2s_copies(papers: Papers, ranks: int) -> None:
-    """One microbatch: 2Ψ + 16Ψ/N at stages 1 and 2, 16Ψ/N at stage 3, and two copies of a block in bf16."""
-    for model in papers.zero.models[:2]:  # widths that these ranks divide
-        shape = model.shape
-        assert shape.elems == pytest.approx(model.elems, rel=0.01)  # whole layers
-        flight = 2 * 12 * shape.hidden**2 * 2
-        for stage, states in ((1, 2 + 16 / ranks), (2, 2 + 16 / ranks), (3, 16 / ranks)):
-            assert own_bytes(layout_of(stage, ranks), shape)["device"] == states * shape.elems + flight
 
 
 def test_the_largest_models_of_zero_offload(papers: Papers) -> None:
@@ -180,10 +147,7 @@ def test_results_follow_from_the_assumptions(papers: Papers) -> None:
     assert found is not None
     assert found.name == "20 B"
     assert largest(replace(roomy, device_bytes=10**6), lambda shape: 2 * shape.elems) is None
-    assert deepest(lambda shape: shape.layers, 64, 0.5) is None
     assert deepest(lambda shape: shape.layers, 64, 1000.5) == Shape(layers=1000, hidden=64)
-    small = replace(papers.infinity, device_bytes=10**6)
-    assert widest_that_fits(small, replace(small.models[0], hidden=4096)) is None
 
 
 def test_the_node_of_zero_infinity_is_the_dgx_2_of_conf(papers: Papers) -> None:
@@ -193,11 +157,6 @@ def test_the_node_of_zero_infinity_is_the_dgx_2_of_conf(papers: Papers) -> None:
     assert node.devices_per_node == infinity.devices_per_node
     assert node.device_bytes == pytest.approx(infinity.device_bytes, rel=0.01)  # as the driver tells it
     assert float(node.fp16_flops) * float(node.efficiency) == pytest.approx(papers.efficiency.achievable_flops)
-
-
-def test_an_unknown_assumption_is_an_error() -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.toml.decode(b"[zero]\nsource = 3", type=Papers)
 
 
 def test_the_script_prints_every_table(papers: Papers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,22 @@ def values(dtype: torch.dtype) -> Tensor:
     return drawn.to(dtype)
 
 
+def through_blocks(values: Tensor, code: str) -> Tensor:
+    """What fp32 values are after a trip in blocks of 256 elements, by their definition in plain torch."""
+    pieces = []
+    for piece in values.split(256):
+        largest = piece.abs().max() if len(piece) else torch.tensor(0.0)
+        if largest == 0:
+            pieces.append(piece)
+        elif code == "fp8":  # torch's own cast, of the values over the smallest power of two that keeps them below 448
+            scale = torch.exp2(torch.ceil(torch.log2(largest.double() / 448)))
+            pieces.append((piece.double() / scale).float().to(torch.float8_e4m3fn).float() * scale.float())
+        else:
+            most = torch.tensor(2.0 ** (int(code.removeprefix("int")) - 1) - 1)
+            pieces.append(torch.round(piece * (most / largest)) * (largest / most))
+    return torch.cat(pieces)
+
+
 def kernels_differ(device: str, code: str, dtype: torch.dtype) -> list[str]:
     """What the kernels for CUDA, on tensors of `device`, make otherwise than the CPU kernels."""
     blocks, source = Blocks(SIZES, code), values(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 
@@ -65,24 +64,6 @@ class Net(nn.Module):
         return self.head(x + self.table[0].to(x.dtype))
 
 
-class Cloned(nn.Module):
-    """Deep copies of a layer, as nn.TransformerEncoder makes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True)
-        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(3)])
-
-
-class Normed(nn.Module):
-    """Parametrizations, which make parameters of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight_norm = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.spectral_norm = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
 class Odd(nn.Module):
     """What an operator log alone would lose: other generators, NumPy, addresses, casts, and views."""
 
@@ -108,7 +89,12 @@ class Odd(nn.Module):
 
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__: kind for kind in (Net, Cloned, Normed, Odd)},
+    "net": Net,
+    "odd": Odd,
+    "deep copies": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True), 3),
+    "parameters of parameters": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    ),
     "lstm": lambda: nn.LSTM(WIDTH, WIDTH, dtype=torch.float64),
 }
 

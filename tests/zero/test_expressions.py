@@ -61,12 +61,8 @@ class Weights(nn.Module):
 class Outcome:
     """What a rank has after an expression.
 
-    Attributes:
-        values: Whole values of the expression.
-        parts: This rank's parts of gradients, or of the weights after a write; whole ones in plain torch.
-        misplaced: Weights whose gradients are placed otherwise.
-        sent: Whether the expression itself needed other ranks.
-        error: What was raised.
+    Whole `values`; this rank's `parts` of gradients, or of the weights after a write, which are whole in plain torch;
+    weights whose gradients are `misplaced`; whether the expression itself needed other ranks; what was raised.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -216,7 +212,7 @@ def test_expressions_on_weights_in_host_memory_mean_what_they_mean_in_plain_torc
 @pytest.mark.full(NOTICED)
 @pytest.mark.parametrize(
     ("ranks", "stage", "host"),
-    [(2, 3, True), *((ranks, stage, False) for ranks in (1, 2, 3) for stage in (0, 1, 2, 3))],
+    [(2, 3, True), *((ranks, stage, False) for ranks, stage in ((1, 3), (2, 0), (2, 2), (3, 1), (3, 3)))],
 )
 def test_all_expressions_of_the_page_mean_what_they_mean_in_plain_torch(
     pool: Pool, ranks: int, stage: int, host: bool
@@ -237,22 +233,12 @@ class Mlp(nn.Module):
         return out
 
 
-OF_ONE: dict[str, Any] = {
-    "mse": lambda w: F.mse_loss(w, w.detach() * 0.5),
-    "norms of columns": lambda w: w.norm(dim=0).sum(),
-    "norms of rows": lambda w: w.norm(dim=1).max(),
-    "largest": lambda w: w.max(),
-    "largest size": lambda w: w.norm(float("inf")),
-    "mean": lambda w: w.mean(),
-    "any": lambda w: (w > 0.1).any(0).sum(),
-    "a row": lambda w: w[0].square().sum(),
-    "a flat view": lambda w: w.view(-1)[3:7].square().sum(),
-    "a product": lambda w: (w @ w.T).square().sum(),
-    "softmax": lambda w: w.softmax(0).square().sum(),
-    "sums of columns": lambda w: (w - 1).abs().sum(0).max(),
-    "numbers": lambda w: torch.stack([w.norm(), w.sum()]).sum(),
-    "gathered": lambda w: w.flip(0).detach().sub(w).square().sum(),
-}
+OF_ONE = (
+    *("F.mse_loss(w, w.detach() * 0.5)", "w.norm(dim=0).sum()", "w.norm(dim=1).max()", "w.max()", "w.mean()"),
+    *("w.norm(float('inf'))", "(w > 0.1).any(0).sum()", "w[0].square().sum()", "w.view(-1)[3:7].square().sum()"),
+    *("(w @ w.T).square().sum()", "w.softmax(0).square().sum()", "(w - 1).abs().sum(0).max()"),
+    *("torch.stack([w.norm(), w.sum()]).sum()", "w.flip(0).detach().sub(w).square().sum()"),
+)
 
 
 def of_weights_cut_twice(rank: int, ranks: int, axis: str) -> list[str]:
@@ -266,10 +252,10 @@ def of_weights_cut_twice(rank: int, ranks: int, axis: str) -> list[str]:
     wrong = []
     for name, right in plain.named_parameters():
         weight: Any = sharded.model.get_parameter(name)
-        for title, expression in OF_ONE.items() if right.dim() > 1 else ():
+        for code in OF_ONE if right.dim() > 1 else ():
             weight.grad = right.grad = None
-            ours, theirs = expression(weight), expression(right)
-            if (title, axis, name, RELEASE) == ("a product", "tp", "up.weight", (2, 11)):
+            ours, theirs = (eval(code, {"F": F, "torch": torch, "w": w}) for w in (weight, right))
+            if (code, axis, name, RELEASE) == ("(w @ w.T).square().sum()", "tp", "up.weight", (2, 11)):
                 with pytest.raises((RuntimeError, ValueError)):  # of torch's, as docs/reference/limits.md says
                     ours.backward()
                 continue
@@ -278,7 +264,7 @@ def of_weights_cut_twice(rank: int, ranks: int, axis: str) -> list[str]:
                 ours.backward(), theirs.backward()
                 is_right &= weight.grad.placements == weight.placements
                 is_right &= torch.allclose(whole(weight.grad), right.grad, atol=1e-5)
-            wrong += [] if is_right else [f"{title} of {name}"]
+            wrong += [] if is_right else [f"{code} of {name}"]
     return wrong
 
 
@@ -288,9 +274,9 @@ def test_expressions_on_weights_that_two_axes_cut_or_copy(pool: Pool, axis: str)
     assert pool.run(of_weights_cut_twice, 4, axis) == [[]] * 4
 
 
-def waits(rank: int, ranks: int, stage: int) -> list[str]:
+def waits(rank: int, ranks: int) -> list[str]:
     """Expressions that read a weight without waiting for an update in flight."""
-    sharded = shard(Weights(), ZeroConfig(stage=stage), precision="fp32")
+    sharded = shard(Weights(), ZeroConfig(stage=3), precision="fp32")
     w: Any = sharded.model.get_parameter("w")
     (unit,) = sharded.units
     missed = []
@@ -304,10 +290,8 @@ def waits(rank: int, ranks: int, stage: int) -> list[str]:
     return missed
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("stage", [3, 1])
-def test_expressions_wait_for_an_update_in_flight(pool: Pool, stage: int) -> None:
-    assert pool.run(waits, 2, stage) == [[], []]
+def test_expressions_wait_for_an_update_in_flight(pool: Pool) -> None:
+    assert pool.run(waits, 2) == [[], []]
 
 
 def refusals(rank: int, ranks: int) -> list[str]:

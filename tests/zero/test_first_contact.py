@@ -11,6 +11,7 @@ import pytest
 import torch
 from pool import Pool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from typed_commands import typed
 
 import dzero
@@ -42,13 +43,13 @@ def test_one_of_several_processes_does_not_train_alone(tmp_path: Path) -> None:
 
 
 def refused(do: Callable[[], Any]) -> str:
-    with pytest.raises((TypeError, AttributeError, ValueError)) as error:
+    with pytest.raises((TypeError, AttributeError, ValueError, RuntimeError)) as error:
         do()
     return str(error.value)
 
 
 def answers(rank: int, ranks: int, folder: str) -> dict[str, str]:
-    model = nn.Linear(4, 4)
+    model, net = nn.Linear(4, 4), partial(nn.Linear, 2, 2)
     params = list(model.parameters())
     sharded = dzero.shard(model, stage=2)
     plain = torch.optim.SGD(params)
@@ -73,10 +74,22 @@ def answers(rank: int, ranks: int, folder: str) -> dict[str, str]:
             for norm in (0.0, -1.0, float("nan"), "1", True)
         },
         **{
-            f"microbatches={count!r}: must be a whole number": partial(dzero.shard, nn.Linear(2, 2), microbatches=count)
+            f"microbatches={count!r}: must be a whole number": partial(dzero.shard, net(), microbatches=count)
             for count in (0, -1, 2.5, "2", True)
         },
-        "a mesh: 2: pass a DeviceMesh": lambda: dzero.shard(nn.Linear(2, 2), mesh=2),  # type: ignore[arg-type]
+        "stage='3': pass 0, 1, 2, 3, or a dzero.ZeroConfig": lambda: dzero.shard(net(), stage="3"),  # type: ignore[arg-type]
+        "precision='bf15': choose one of": lambda: dzero.shard(net(), precision="bf15"),
+        "offload=3: choose one of": lambda: dzero.shard(net(), offload=3),  # type: ignore[arg-type]
+        "init=5: pass a function": lambda: dzero.shard(net(), init=5),  # type: ignore[arg-type]
+        "model=int: pass an nn.Module": lambda: dzero.shard(5),  # type: ignore[arg-type]
+        "ReLU has no floating-point parameters": lambda: dzero.shard(nn.ReLU()),
+        "dzero.empty_init": lambda: dzero.shard(nn.Linear(2, 2, device="meta")),
+        "zero.units=['Block']": lambda: dzero.shard(net(), dzero.ZeroConfig(units=["Block"])),
+        "sharded.named_params()": lambda: dzero.AdamW(sharded, [nn.Parameter(torch.zeros(2))]),
+        "microbatch(is_last=True)": lambda: dzero.AdamW(dzero.shard(net(), microbatches=2)).step(),
+        "('replicate', 'shard')": lambda: dzero.shard(net(), mesh=init_device_mesh("cpu", (1,))),
+        "replicate=3": lambda: dzero.make_mesh("cpu", replicate=3),
+        "a mesh: 2: pass a DeviceMesh": lambda: dzero.shard(net(), mesh=2),  # type: ignore[arg-type]
         "take_mesh of None: pass a DeviceMesh": lambda: dzero.take_mesh(None, {}),  # type: ignore[arg-type]
         "make_mesh(2): the first argument is the type of device": lambda: dzero.make_mesh(2),  # type: ignore[arg-type]
         "describe of list: give a model": lambda: dzero.describe([]),  # type: ignore[arg-type]

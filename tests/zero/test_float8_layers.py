@@ -19,24 +19,20 @@ from torch.utils.checkpoint import checkpoint
 
 from dzero import ModelInit, OffloadConfig, PrecisionConfig, Sharded, shard
 
-IN_FULL = pytest.mark.full("tests/zero/test_float8_layers.py::test_stages_and_tiers_have_the_bits_of_plain_torchao")
 HOST = OffloadConfig(grad="host", master="host", moments="host")
 ALL_AWAY = OffloadConfig(param="host", grad="host", master="host", moments="host")
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("compute", "stage", "microbatches", "offload"),
     [
         ("fp8_tensorwise", 3, 1, ALL_AWAY),
-        *(
-            pytest.param(*cell, marks=IN_FULL)
-            for cell in [
-                ("fp8_rowwise", 2, 2, HOST),
-                *(("fp8_tensorwise", stage, 1, None) for stage in (0, 1, 2, 3)),
-                *(("fp8_rowwise", stage, 1, None) for stage in (0, 1, 2, 3)),
-                ("fp8_tensorwise", 1, 2, None),
-            ]
-        ),
+        ("fp8_rowwise", 2, 2, HOST),
+        ("fp8_tensorwise", 1, 2, None),
+        ("fp8_tensorwise", 2, 1, None),
+        ("fp8_rowwise", 0, 1, None),
+        ("fp8_rowwise", 3, 1, None),
     ],
     ids=str,
 )
@@ -150,19 +146,17 @@ def test_nothing_to_convert_is_refused(model: nn.Module, exclude: Any, told: str
         sharded_on_meta(copy.deepcopy(model), compute="fp8_rowwise", fp8_exclude=exclude)
 
 
-def sharded_kinds(rank: int, ranks: int) -> tuple[list[str], list[str], str]:
-    """What a library user sees of a small model: warnings, keys of its state dict, and its repr."""
+def sharded_kinds(rank: int, ranks: int) -> tuple[list[str], str]:
+    """What a library user sees of a small model: warnings, and its repr."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         sharded = shard(small_decoders.build("even"), 3, precision=PrecisionConfig(compute="fp8_rowwise"))
-    told = [str(each.message) for each in seen if "fp8" in str(each.message)]
-    return told, [*sharded.model.state_dict()], repr(sharded)
+    return [str(each.message) for each in seen if "fp8" in str(each.message)], repr(sharded)
 
 
 def test_emulation_is_said_once(pool: Pool) -> None:
-    (told, keys, shown), (untold, _, _) = pool.run(sharded_kinds, 2)
+    (told, shown), (untold, _) = pool.run(sharded_kinds, 2)
     assert len(told) == 1
     assert "emulated in fp32" in told[0]
     assert untold == []
-    assert keys == [*small_decoders.build("even").state_dict()]
     assert "in 8 bits (rowwise scales)" in shown

@@ -35,19 +35,11 @@ def ended(folder: Path, early: list[float]) -> list[float]:
 
 
 DEFAULT = ("stage 3", "disk", "checkpoints", "tensor", "pipeline", "another mesh")
-NOTICED = "tests/zero/test_made_anew.py::test_what_is_made_anew_leaves_nothing"
+IN_FULL = pytest.mark.full("tests/zero/test_made_anew.py::test_what_is_made_anew_leaves_nothing")
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in DEFAULT else pytest.mark.full(NOTICED)) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in DEFAULT else IN_FULL) for kind in KINDS])
 def test_what_is_made_anew_leaves_nothing(pool: Pool, kind: str, tmp_path: Path) -> None:
     before = len(pool.kept)
     assert pool.run(made, 2, kind, 6, tmp_path) == [[], []]
     assert pool.kept[before:] == [], "groups outlive the default group"
-
-
-@pytest.mark.full(NOTICED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_made_anew_three_hundred_times_leaves_nothing(pool: Pool, kind: str, tmp_path: Path) -> None:
-    assert pool.run(made, 2, kind, 300, tmp_path, timeout_s=600) == [[], []]

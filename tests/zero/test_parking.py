@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,20 @@ TIERS = {"grad": "host", "master": "host", "moments": "host"}
 ALL_AWAY = TIERS | {"param": "host"}
 PARTLY = TIERS | {"overlap": "delayed", "delay_warmup_steps": 1, "master_fraction": 0.5}
 STAGE_1, STAGE_3 = {"stage": 1, **BF16}, {"stage": 3, **BF16}
-FEW: list[dict[str, Any]] = [
-    {**STAGE_1, "net": "even"},
-    {**STAGE_3, "moments": "int8"},
-    {**STAGE_3, "offload": ALL_AWAY},
-]
-OTHERS: list[dict[str, Any]] = [
-    {"stage": 2, **BF16, "microbatches": 2},
-    {**STAGE_3, "rule": "muon"},
-    {"stage": 0, **BF16, "master": "remainder"},
-    {"stage": 2, "param": "fp32"},
-    {"stage": 3, "param": "fp16"},
-    {"stage": 2, **BF16, "offload": PARTLY},
-    {**STAGE_1, "rule": "sgd", "net": "tied"},
-    {**STAGE_3, "frozen": "int8", "net": "frozen"},
-]
 OVER_ALL = {"replicate": 2, **BF16, "optimizer_shard_axes": ("replicate", "shard")}
-OF_REPLICAS: list[dict[str, Any]] = [
-    {"stage": 2, **OVER_ALL},
-    {"stage": 3, **OVER_ALL},
-    {"stage": 2, **OVER_ALL, "offload": TIERS},
+CELLS: list[tuple[int, dict[str, Any]]] = [
+    (2, {**STAGE_1, "net": "even"}),
+    (2, {"stage": 2, **BF16, "microbatches": 2}),
+    (2, {**STAGE_3, "rule": "muon"}),
+    (2, {"stage": 0, **BF16, "master": "remainder"}),
+    (2, {**STAGE_3, "moments": "int8"}),
+    (2, {"stage": 3, "param": "fp16"}),
+    (2, {"stage": 2, **BF16, "offload": PARTLY}),
+    (2, {**STAGE_1, "rule": "sgd", "net": "tied"}),
+    (2, {**STAGE_3, "offload": ALL_AWAY}),
+    (2, {**STAGE_3, "frozen": "int8", "net": "frozen"}),
+    (4, {"stage": 3, **OVER_ALL}),
+    (4, {"stage": 2, **OVER_ALL, "offload": TIERS}),
 ]
 
 
@@ -64,65 +57,50 @@ def made(folder: str, *, net: str = "uneven", rule: str = "adamw", **kwargs: Any
 PLACES = ("host", "host", "disk")
 
 
-def parked_between(rank: int, ranks: int, folder: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def parked_between(rank: int, ranks: int, folder: str, cell: dict[str, Any]) -> dict[str, Any]:
     """Train with and without parking after each step, and before the first; return what differs, and bytes."""
-    found = []
-    for cell in cells:
-        net, steps = cell.get("net", "uneven"), len(PLACES)
-        sharded, optim = made(folder, **cell)
-        train(sharded, optim, net, steps=steps)
-        want = snapshot(sharded, optim)
-        sharded, optim = made(folder, **cell)
-        drawn = small_decoders.batches(net, steps=steps, ranks=ranks, microbatches=sharded.layout.microbatches)
-        freed = []
-        for where, of_step in zip(PLACES, drawn, strict=True):
-            gc.collect()
-            sharded.reshard()  # what the evaluation left gathered
-            before = live_bytes()
-            freed.append(sharded.park(where, folder if where == "disk" else None))
-            held = before - live_bytes()  # on disk, the process holds no other copy
-            left = sum(optim.state_bytes().values())
-            sharded.unpark()
-            backward(sharded, optim, of_step[rank])
-            optim.step()
-            sharded.model.eval()(drawn[0][rank][0][:, :-1])  # leaves parameters gathered
-            sharded.model.train()
-        rest, formula = sum(optim.state_bytes().values()), testing.resting_bytes(sharded)
-        told = {"cell": cell, "differ": unequal(want, snapshot(sharded, optim)), "freed": freed, "left": left}
-        formula_bytes = formula["param"] + formula["master"] + formula["moments"]
-        found.append({**told, "rest": rest, "held": held, "formula": formula_bytes})
-    return found
+    net, steps = cell.get("net", "uneven"), len(PLACES)
+    sharded, optim = made(folder, **cell)
+    train(sharded, optim, net, steps=steps)
+    want = snapshot(sharded, optim)
+    sharded, optim = made(folder, **cell)
+    drawn = small_decoders.batches(net, steps=steps, ranks=ranks, microbatches=sharded.layout.microbatches)
+    freed = []
+    for where, of_step in zip(PLACES, drawn, strict=True):
+        gc.collect()
+        sharded.reshard()  # what the evaluation left gathered
+        before = live_bytes()
+        freed.append(sharded.park(where, folder if where == "disk" else None))
+        held = before - live_bytes()  # on disk, the process holds no other copy
+        left = sum(optim.state_bytes().values())
+        sharded.unpark()
+        backward(sharded, optim, of_step[rank])
+        optim.step()
+        sharded.model.eval()(drawn[0][rank][0][:, :-1])  # leaves parameters gathered
+        sharded.model.train()
+    rest, formula = sum(optim.state_bytes().values()), testing.resting_bytes(sharded)
+    told = {"differ": unequal(want, snapshot(sharded, optim)), "freed": freed, "left": left, "rest": rest, "held": held}
+    return told | {"formula": formula["param"] + formula["master"] + formula["moments"]}
 
 
-def check(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        assert row["differ"] == [], row["cell"]
-        assert row["left"] == 0, row["cell"]
-        assert all(a == b for a, b in pairwise(row["freed"][1:])), row["cell"]
-        assert row["freed"][-1] == row["rest"], row["cell"]
-        if row["cell"].get("net") == "even":  # 2 ranks cut it evenly: all of the states, each byte once
-            assert set(row["freed"]) == {row["formula"]}, row["cell"]
-        tiers = row["cell"].get("offload", {})
-        assert tiers or row["held"] == row["rest"], row["cell"]
+@pytest.mark.product(keep=3)
+@pytest.mark.parametrize(("ranks", "cell"), CELLS, ids=str)
+def test_training_goes_on_with_the_same_bits_and_the_formulas_bytes_are_free(
+    pool: Pool, tmp_path: Path, ranks: int, cell: dict[str, Any]
+) -> None:
+    tiers = cell.get("offload", {})
+    for found in pool.run(parked_between, ranks, str(tmp_path), cell):
+        assert found["differ"] == []
+        assert found["left"] == 0
+        assert found["freed"][1] == found["freed"][2] == found["rest"]
+        if cell.get("net") == "even":  # 2 ranks cut it evenly: all of the states, each byte once
+            assert {*found["freed"]} == {found["formula"]}
+        assert tiers or found["held"] == found["rest"]
         stays = {"param", "master", "moments"} <= tiers.keys()  # off the device all the time
-        assert (row["freed"][-1] > 0) != stays, row["cell"]
+        assert (found["rest"] > 0) != stays
 
 
-def test_training_goes_on_with_the_same_bits_and_the_formulas_bytes_are_free(pool: Pool, tmp_path: Path) -> None:
-    for rows in pool.run(parked_between, 2, str(tmp_path), FEW):
-        check(rows)
-
-
-@pytest.mark.full(
-    "tests/zero/test_parking.py::test_training_goes_on_with_the_same_bits_and_the_formulas_bytes_are_free"
-)
-@pytest.mark.parametrize(("ranks", "cells"), [(2, OTHERS), (4, OF_REPLICAS)], ids=["others", "replicas"])
-def test_so_it_does_in_every_setting(pool: Pool, tmp_path: Path, ranks: int, cells: list[dict[str, Any]]) -> None:
-    for rows in pool.run(parked_between, ranks, str(tmp_path), cells):
-        check(rows)
-
-
-def handed_on(rank: int, ranks: int, folder: str) -> list[str]:
+def handed_on(rank: int, ranks: int) -> list[str]:
     """What differs if masters are parked before an optimizer takes them, and after one is gone."""
     found = []
     for parks in (False, True):
@@ -140,8 +118,8 @@ def handed_on(rank: int, ranks: int, folder: str) -> list[str]:
     return unequal(found[0], found[2]) + unequal(found[1], found[3])
 
 
-def test_masters_of_no_optimizer_are_parked_too(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(handed_on, 2, str(tmp_path)) == [[], []]
+def test_masters_of_no_optimizer_are_parked_too(pool: Pool) -> None:
+    assert pool.run(handed_on, 2) == [[], []]
 
 
 def told_by(do: Any) -> str:
@@ -150,13 +128,13 @@ def told_by(do: Any) -> str:
     return str(raised.value)
 
 
-def refusals(rank: int, ranks: int, folder: str, kwargs: dict[str, Any]) -> tuple[set[str], list[str], list[str]]:
+def refusals(rank: int, ranks: int, folder: str) -> tuple[set[str], list[str], list[str]]:
     """What is said while parked and otherwise, and what differs from a run in which none of it was tried."""
     drawn = small_decoders.batches("uneven", steps=3, ranks=ranks, microbatches=1)
-    sharded, optim = made(folder, **kwargs)
+    sharded, optim = made(folder, **STAGE_3)
     train(sharded, optim, "uneven", steps=3)
     want = snapshot(sharded, optim)
-    sharded, optim = made(folder, **kwargs)
+    sharded, optim = made(folder, **STAGE_3)
     backward(sharded, optim, drawn[0][rank])
     optim.step()
     checkpoints = dzero.Checkpointer(dzero.CheckpointConfig(folder=f"{folder}/checkpoints"), sharded, optim)
@@ -185,12 +163,8 @@ def refusals(rank: int, ranks: int, folder: str, kwargs: dict[str, Any]) -> tupl
     return told, said, unequal(want, snapshot(sharded, optim))
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("kwargs", [STAGE_3, {"stage": 0, **BF16}], ids=["stage3", "stage0"])
-def test_whatever_reads_parked_states_is_refused_and_nothing_is_lost(
-    pool: Pool, tmp_path: Path, kwargs: dict[str, Any]
-) -> None:
-    for told, others, differ in pool.run(refusals, 2, str(tmp_path), kwargs):
+def test_whatever_reads_parked_states_is_refused_and_nothing_is_lost(pool: Pool, tmp_path: Path) -> None:
+    for told, others, differ in pool.run(refusals, 2, str(tmp_path)):
         assert told == {PARKED}
         assert others == [
             "unpark(): nothing is parked",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from typing import Any
 
 import pytest
@@ -12,94 +11,46 @@ from fake_ranks import fake_ranks
 from live_tensors import live_bytes
 from papers.arithmetic import zero_bytes
 from papers.assumptions import read_papers
-from pool import Pool
 from training_loops import backward, sharded_net
 
 from dzero import AdamW, testing
 
-PRECISIONS: list[dict[str, str]] = [
-    {"param": "bf16", "master": "fp32", "moments": "fp32"},
-    {"param": "bf16", "master": "remainder", "moments": "fp32"},
-    {"param": "bf16", "master": "remainder", "moments": "bf16"},
-    {"param": "bf16", "master": "fp32", "moments": "int8"},
-    {"param": "fp32"},
-    {"param": "fp16", "grad": "fp32"},
-]
-FEW = [
-    *({"stage": stage, **PRECISIONS[1]} for stage in (0, 2)),
-    *({"stage": stage, "microbatches": 4, **PRECISIONS[0]} for stage in (1, 2, 3)),
-    {"stage": 3, **PRECISIONS[3]},
-    {"stage": 1, **PRECISIONS[5]},
-    {"net": "uneven", "stage": 2, **PRECISIONS[1]},
-    {"net": "uneven", "stage": 3, **PRECISIONS[2]},
-]
-ALL = [
-    *({"stage": stage, **precision} for stage, precision in itertools.product((0, 1, 2, 3), PRECISIONS)),
-    *({"net": "uneven", "stage": stage, **PRECISIONS[1]} for stage in (0, 1, 2, 3)),
+CELLS: list[dict[str, Any]] = [
+    *({"stage": stage, "param": "bf16", "master": "remainder"} for stage in (0, 2)),
+    *({"stage": stage, "microbatches": 4, "param": "bf16"} for stage in (1, 2, 3)),
+    {"stage": 3, "param": "bf16", "moments": "int8"},
+    {"stage": 1, "param": "fp16", "grad": "fp32"},
 ]
 
 
-def measured(rank: int, ranks: int, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [of_cell(**cell) for cell in cells]
-
-
-def of_cell(net: str = "even", *, microbatches: int = 1, **kwargs: Any) -> dict[str, Any]:
-    """Bytes of this rank between steps and in the second one, and what the formulas say of both."""
-    sharded = sharded_net(net, microbatches=microbatches, **kwargs)
-    optim = AdamW(sharded)
-    first, second = small_decoders.batches(net, steps=2, ranks=1, microbatches=microbatches, samples=1, tokens=4)
-    backward(sharded, optim, first[0])
-    optim.step()
-    optim.zero_grad()
-    gc.collect()
-    before = live_bytes()
-    for batch in second[0][:-1]:
-        with sharded.microbatch(is_last=False):
-            small_decoders.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
-    between = live_bytes() - before
-    backward(sharded, optim, second[0][-1:])
-    grad = testing.local_bytes(param.grad for param in sharded.named_params().values() if param.grad is not None)
-    optim.step()
-    optim.zero_grad()
-    return {
-        "cell": str((net, microbatches, kwargs)),
-        "stage": sharded.layout.stage,
-        "rest": optim.state_bytes(),
-        "grad": grad,
-        "between": between,
-        "left": live_bytes() - before,
-        "formula": testing.resting_bytes(sharded),
-        "peak": testing.peak_bytes(sharded),
-    }
-
-
-def check(row: dict[str, Any]) -> None:
-    rest, formula, peak, where = row["rest"], row["formula"], row["peak"], row["cell"]
-    if "uneven" in where:  # padding only: the largest rank holds what the formula says, others at most that
-        assert all(rest[kind] <= formula[kind] for kind in rest), where
-        assert rest["param"] == formula["param"], "FSDP2 pads its own shards"
-        return
-    assert rest == {kind: formula[kind] for kind in ("param", "master", "moments")}, where
-    assert row["left"] == 0, where
-    if row["between"]:  # whole gradients wait at stage 1, and whole parameters stay at stages 1 and 2
-        assert row["between"] == peak["param"] - formula["param"] + peak["grad"], where
-        assert (peak["param"] > formula["param"]) == (row["stage"] in (1, 2)), where
-        assert row["grad"] == peak["grad"] // (2 if row["stage"] == 1 else 1), where
-    else:
-        assert row["grad"] == peak["grad"], where
-
-
-def test_bytes_of_states_in_a_step_and_between_steps_are_the_formulas() -> None:
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_bytes_of_states_in_a_step_and_between_steps_are_the_formulas(cell: dict[str, Any]) -> None:
+    """Of a net that ranks cut evenly; of others: tests/test_recorded.py."""
+    microbatches, stage = cell.get("microbatches", 1), cell["stage"]
     with fake_ranks(2, rank=1):
-        for row in measured(1, 2, FEW):
-            check(row)
-
-
-@pytest.mark.full("tests/zero/test_state_bytes.py::test_bytes_of_states_in_a_step_and_between_steps_are_the_formulas")
-def test_bytes_of_every_stage_and_precision_are_the_formulas(pool: Pool) -> None:
-    """Without those between microbatches: a thread of gloo may let go of a buffer a moment later."""
-    for row in (each for of_rank in pool.run(measured, 2, ALL) for each in of_rank):
-        check(row | {"left": 0})
+        sharded = sharded_net("even", **cell)
+        optim = AdamW(sharded)
+        rest, peak = testing.resting_bytes(sharded), testing.peak_bytes(sharded)
+        first, second = small_decoders.batches("even", steps=2, ranks=1, microbatches=microbatches, samples=1, tokens=4)
+        backward(sharded, optim, first[0])
+        optim.step()
+        optim.zero_grad()
+        gc.collect()
+        before = live_bytes()
+        for batch in second[0][:-1]:
+            with sharded.microbatch(is_last=False):
+                small_decoders.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
+        between = live_bytes() - before
+        backward(sharded, optim, second[0][-1:])
+        grad = testing.local_bytes(param.grad for param in sharded.named_params().values() if param.grad is not None)
+        optim.step()
+        optim.zero_grad()
+        assert live_bytes() == before
+        assert optim.state_bytes() == {kind: rest[kind] for kind in ("param", "master", "moments")}
+    if microbatches > 1:  # whole gradients wait at stage 1, and whole parameters stay at stages 1 and 2
+        assert between == peak["param"] - rest["param"] + peak["grad"]
+        assert (peak["param"] > rest["param"]) == (stage in (1, 2))
+    assert grad == peak["grad"] // (2 if stage == 1 and microbatches > 1 else 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 64])

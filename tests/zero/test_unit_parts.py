@@ -10,60 +10,45 @@ import pytest
 import small_decoders
 import torch
 from fake_ranks import fake_ranks
-from parity_cells import whole
 from pool import Pool
 from torch import nn
-from training_loops import sharded_net, train
+from training_loops import params_of, sharded_net, train, unequal
 
 from dzero import AdamW, DiskConfig, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard, testing
 
-STEPS = 2
-FEW: list[dict[str, Any]] = [
+CELLS: list[dict[str, Any]] = [
     {"net": "frozen", "stage": 3, "microbatches": 2, "param": "bf16"},
-]
-OTHERS: list[dict[str, Any]] = [
     {"net": "uneven", "stage": 2, "microbatches": 2},
-    {"stage": 0},
-    {"stage": 1, "master": "remainder", "moments": "int8"},
-    {"stage": 3, "param": "fp32", "gather": "int8", "reduce": "int8"},
-    {"net": "frozen", "stage": 2, "microbatches": 2},
-    {"stage": 3, "microbatches": 2, "param": "bf16"},
+    {"net": "uneven", "stage": 0},
+    {"net": "uneven", "stage": 1, "master": "remainder", "moments": "int8"},
+    {"net": "uneven", "stage": 3, "param": "fp32", "gather": "int8", "reduce": "int8"},
+    {"net": "even", "stage": 3, "microbatches": 2, "tier": "disk"},
 ]
 
 
-def differences(rank: int, ranks: int, cases: list[dict[str, Any]], folder: str) -> list[str]:
+def differences(rank: int, ranks: int, folder: str, cell: dict[str, Any]) -> list[str]:
     """What differs between a run in whole units and one in parts."""
-    wrong = []
-    for case in cases:
-        settings = dict(case)
-        net = settings.pop("net", "uneven")
-        if settings.pop("on_disk", False):
-            on_disk = dict.fromkeys(("grad", "master", "moments"), "disk")
-            settings["offload"] = OffloadConfig(**on_disk, disk=DiskConfig(paths=[folder]))
-        found = []
-        for unit_bytes in (None, 1):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                sharded = sharded_net(net, unit_bytes=unit_bytes, **settings)
-            optim = AdamW(sharded, lr=1e-2)
-            losses = train(sharded, optim, net, steps=STEPS)
-            optim.synchronize()
-            values = {name: whole(param) for name, param in sharded.model.named_parameters()}
-            found.append((losses, values, len(sharded.units)))
-        (losses, values, units), (again, others, more) = found
-        wrong += [] if more > units and losses == again else [str(case)]
-        wrong += [f"{name}: {case}" for name, value in values.items() if not torch.equal(value, others[name])]
-    return wrong
+    settings = dict(cell)
+    net, tier = settings.pop("net"), settings.pop("tier", "device")
+    disk = {"disk": DiskConfig(paths=[folder])} if tier == "disk" else {}
+    offload, found = OffloadConfig(grad=tier, master=tier, moments=tier, **disk), []
+    for unit_bytes in (None, 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            sharded = sharded_net(net, unit_bytes=unit_bytes, offload=offload, **settings)
+        optim = AdamW(sharded, lr=1e-2)
+        losses = train(sharded, optim, net, steps=2)
+        optim.synchronize()
+        found.append((len(sharded.units), params_of(sharded) | {"losses": torch.tensor(losses)}))
+    (units, whole), (more, parted) = found
+    assert more > units
+    return unequal(whole, parted)
 
 
-def test_a_run_in_parts_has_the_bits_of_one_in_whole_units(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(differences, 2, FEW, str(tmp_path)) == [[], []]
-
-
-@pytest.mark.full("tests/zero/test_unit_parts.py::test_a_run_in_parts_has_the_bits_of_one_in_whole_units")
-def test_so_it_has_in_every_format_and_with_states_on_disk(pool: Pool, tmp_path: Path) -> None:
-    on_disk = {"net": "even", "stage": 3, "microbatches": 2, "on_disk": True}
-    assert pool.run(differences, 2, [*OTHERS, on_disk], str(tmp_path)) == [[], []]
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_run_in_parts_has_the_bits_of_one_in_whole_units(pool: Pool, tmp_path: Path, cell: dict[str, Any]) -> None:
+    assert pool.run(differences, 2, str(tmp_path), cell) == [[], []]
 
 
 class Three(nn.Module):
@@ -112,32 +97,37 @@ def test_a_limit_that_is_not_met_is_told_once_with_the_largest_unit(pool: Pool) 
 
 
 class Reads(nn.Module):
-    """Reads the weight of a layer that it does not call."""
+    """Reads the weight of a layer that it does not call: its own, or that of another block."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: nn.Linear) -> None:
         super().__init__()
         self.own, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
+        self.norm, self.others = nn.LayerNorm(8), others
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(self.own(self.norm(x)), self.other.weight)
+        weight = (self.others or (self.other,))[0].weight
+        return nn.functional.linear(self.own(self.norm(x)), weight)
 
 
-def read_outside(rank: int, ranks: int) -> str:
-    """The error of a part whose weight is read without calling it."""
-    model = nn.Sequential(Reads(), Reads())
-    sharded = shard(model, ZeroConfig(stage=3, unit_bytes=1), precision="fp32")
-    with pytest.raises(RuntimeError) as found:
-        sharded.model(torch.ones(2, 8))
-    return str(found.value)
+def read_outside(rank: int, ranks: int) -> list[str]:
+    """The error of a part whose weight is read without calling it, and that of another block's weight."""
+    layer = nn.Linear(8, 8)
+    nets = {1: [Reads(), Reads()], None: [Reads(layer), nn.Sequential(layer, nn.Linear(8, 8))]}
+    found = []
+    for unit_bytes, net in nets.items():
+        sharded = shard(nn.Sequential(*net), ZeroConfig(stage=3, unit_bytes=unit_bytes), precision="fp32")
+        with pytest.raises(RuntimeError) as error:
+            sharded.model(torch.ones(2, 8))
+        found.append(str(error.value))
+    return found
 
 
-@pytest.mark.filterwarnings("ignore:zero.unit_bytes")
 def test_a_weight_that_is_read_without_calling_its_module_is_told_with_its_line(pool: Pool) -> None:
-    for message in pool.run(read_outside, 2):
-        place, _, rest = message.partition(" uses a parameter outside")
-        assert place.startswith(__file__)
-        assert "zero.unit_bytes" in rest
+    for messages in pool.run(read_outside, 2):
+        for message, advice in zip(messages, ("zero.unit_bytes", "(self.weight = other.weight)"), strict=True):
+            place, _, rest = message.partition(" uses a parameter outside")
+            assert place.startswith(__file__)
+            assert advice in rest
 
 
 class Casts(nn.Module):
