@@ -205,7 +205,8 @@ class BufferLayout:
     def piece_bytes(self) -> dict[str, int]:
         """Return the size in bytes of every disk slot, including spare ones."""
         sizes = {piece: self._used[of] for of, piece in self._pieces.items()}
-        spares = [pair.disk for unit in self.early for pair in self.going("states", unit)]
+        early = [unit.name for unit in self.units if unit.name in self.early]
+        spares = [pair.disk for unit in early for pair in self.going("states", unit)]
         return sizes | {spare_of(piece): sizes[piece] for piece in spares}
 
     def slots(self) -> tuple[BufferSlot, ...]:
