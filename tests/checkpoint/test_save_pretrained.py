@@ -17,17 +17,16 @@ import dzero
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 VOCAB = 61
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2},
+    "llama": {**SIZES, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},  # tied
 }
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
 def model_of(kind: str, **changes: int) -> nn.Module:
     torch.manual_seed(0)
-    sizes = KINDS[kind] if kind == "gpt2" else {**SIZES, **KINDS[kind], **changes}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **sizes)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **KINDS[kind] | changes)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
 
@@ -36,18 +35,13 @@ def tokens() -> Tensor:
     return torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
-def trained(kind: str, offload: str = "none") -> tuple[dzero.Sharded, dzero.AdamW]:
+def saved(rank: int, ranks: int, kind: str, offload: str, folder: Path) -> dict[str, Tensor]:
+    """Train, and return the whole parameters that are saved, in files of few bytes."""
     sharded = dzero.shard(model_of(kind), stage=3, offload=offload, precision="bf16")
     optim = dzero.AdamW(sharded, lr=1e-2)
     for _ in range(2):
         sharded.model(tokens(), labels=tokens()).loss.backward()
         optim.step()
-    return sharded, optim
-
-
-def saved(rank: int, ranks: int, kind: str, offload: str, folder: Path) -> dict[str, Tensor]:
-    """Return the whole parameters that are saved, in files of few bytes."""
-    sharded, _ = trained(kind, offload)
     dzero.save_pretrained(sharded, folder, shard_bytes=20_000)
     return {name: whole(value).clone() for name, value in sharded.model.state_dict().items()}
 
@@ -60,37 +54,6 @@ def test_transformers_loads_what_was_trained(pool: Pool, kind: str, offload: str
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, want[name]), name
-
-
-def saved_adapter(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
-    """Train the adapters of a model of peft, save them and the merged model, and return the logits."""
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
-    sharded = dzero.shard(peft.get_peft_model(model_of("llama"), settings), stage=3, precision="fp32")
-    optim = dzero.AdamW(sharded, lr=1e-2)
-    for _ in range(2):
-        sharded.model(tokens(), labels=tokens()).loss.backward()
-        optim.step()
-    dzero.save_pretrained(sharded, folder / "adapter")
-    dzero.save_pretrained(sharded, folder / "merged", merge=True)
-    with pytest.raises(dzero.CheckpointError, match="it is there already"):
-        dzero.save_pretrained(sharded, folder / "adapter")
-    sharded.model.peft_config["default"].init_lora_weights = "pissa"
-    with pytest.raises(ValueError, match="init_lora_weights='pissa' changed the model's own weights"):
-        dzero.save_pretrained(sharded, folder / "other")
-    with torch.no_grad():
-        return {"logits": sharded.model(tokens()).logits}
-
-
-def test_peft_loads_the_adapters_of_a_loop_of_ones_own(pool: Pool, tmp_path: Path) -> None:
-    want, other = pool.run(saved_adapter, 2, tmp_path)
-    assert torch.equal(want["logits"], other["logits"])
-    assert {each.name for each in tmp_path.iterdir()} == {"adapter", "merged"}
-    loaded = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "adapter")
-    assert torch.equal(loaded(tokens()).logits, want["logits"])
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    state = loaded.merge_and_unload().state_dict()
-    assert merged.state_dict().keys() == state.keys()
-    assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
 
 
 def temperature(rank: int, ranks: int, folder: Path) -> None:
@@ -166,16 +129,14 @@ def test_settings_of_generation_are_exported_and_no_embedding_is_resized(pool: P
 
 def refused(rank: int, ranks: int, folder: Path) -> list[str]:
     """Return what each rank is told: of a folder that is there, and of a model without a published layout."""
-    told = []
-    sharded, _ = trained("llama")
+    sharded = dzero.shard(model_of("llama"), stage=3)
     with pytest.raises(dzero.CheckpointError) as there:
         dzero.save_pretrained(sharded, folder)
-    told.append(str(there.value))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters of peft"):
         dzero.save_pretrained(sharded, folder / "new", merge=True)
     with pytest.raises(ValueError, match="only models of transformers") as unknown:
         dzero.save_pretrained(dzero.shard(nn.Linear(4, 4)), folder / "new")
-    return [*told, str(unknown.value)]
+    return [str(there.value), str(unknown.value)]
 
 
 def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
