@@ -1,4 +1,4 @@
-"""`python -m dzero export`: what transformers loads is the model that was trained."""
+"""`python -m dzero export` and `dzero.save_pretrained`: what transformers loads is the model that was trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,33 @@ import pytest
 import torch
 import written_checkpoints as by_hand
 from in_process import dzero as command
+from parity_cells import whole
 from pool import Pool
 from torch import Tensor, nn
+from training_loops import unequal
 
 import dzero
 from dzero import CheckpointConfig, Checkpointer
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 VOCAB = 61
-
-
-def gpt2() -> nn.Module:
-    """One of transformers, whose head is tied and whose projections are transposed."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: own_models.llama(VOCAB, rope_theta=5e5, norm_eps=1e-6),
-    "gpt2": gpt2,
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},  # tied
 }
+
+
+def model_of(kind: str, **changes: int) -> nn.Module:
+    """A model of transformers, or dzero's own llama."""
+    if kind == "own":
+        return own_models.llama(VOCAB, rope_theta=5e5, norm_eps=1e-6)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **KINDS[kind] | changes)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def tokens() -> Tensor:
@@ -51,9 +54,9 @@ def logits_of(model: nn.Module) -> Tensor:
     return getattr(found, "logits", found)
 
 
-def trained(rank: int, ranks: int, kind: str, precision: str, folder: Path) -> Tensor:
-    """Two steps, saved as a checkpoint and by `save_pretrained`; the logits that the working copies make."""
-    sharded = dzero.shard(MODELS[kind](), stage=3, precision=precision)
+def trained(rank: int, ranks: int, kind: str, precision: str, offload: str, folder: Path) -> dict[str, Tensor]:
+    """Two steps, saved as a checkpoint and by `save_pretrained`; whole parameters, and the logits that they make."""
+    sharded = dzero.shard(model_of(kind), stage=3, precision=precision, offload=offload)
     optim = dzero.AdamW(sharded, lr=1e-2)
     for _ in range(2):
         logits_of(sharded.model).float().logsumexp(-1).square().mean().backward()
@@ -61,10 +64,10 @@ def trained(rank: int, ranks: int, kind: str, precision: str, folder: Path) -> T
     sharded.model.eval()
     logits = logits_of(sharded.model).detach()
     sharded.reshard()
-    dzero.save_pretrained(sharded, folder / "saved")
+    dzero.save_pretrained(sharded, folder / "saved", shard_bytes=20_000)
     with Checkpointer(CheckpointConfig(folder=str(folder / "ck")), sharded, optim) as checkpoints:
         checkpoints.save(2, {"model": dzero.describe(sharded.model)})
-    return logits
+    return {name: whole(value).clone() for name, value in sharded.model.state_dict().items()} | {"logits": logits}
 
 
 def exported(checkpoints: Path, out: Path, dtype: str, *words: str) -> dict[str, Tensor]:
@@ -81,24 +84,28 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["own", "gpt2"])
 def test_transformers_makes_the_logits_of_the_model_that_was_trained(pool: Pool, tmp_path: Path, kind: str) -> None:
     """By transformers, which finds a place for every tensor and a tensor for every place."""
-    want = pool.run(trained, 2, kind, "fp32", tmp_path)[0]
+    want = pool.run(trained, 2, kind, "fp32", "none", tmp_path)[0]
     exported(tmp_path / "ck", tmp_path / "out", "fp32")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
     assert not any(report.values()), report
     # The same fp32 values; sums of products and rotary tables in another order.
-    torch.testing.assert_close(model.eval()(tokens()).logits, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.eval()(tokens()).logits, want["logits"], rtol=1e-5, atol=1e-6)
 
 
-def test_bf16_is_the_working_copy_to_the_bit(pool: Pool, tmp_path: Path) -> None:
-    pool.run(trained, 2, "llama", "bf16", tmp_path)
-    found, want = exported(tmp_path / "ck", tmp_path / "out", "bf16"), tensors(tmp_path / "saved")
-    assert found.keys() == want.keys()
-    assert all(torch.equal(value.view(torch.int16), want[name].view(torch.int16)) for name, value in found.items())
+@pytest.mark.parametrize(("kind", "offload"), [("llama", "none"), ("gpt2", "host_all")])
+def test_transformers_loads_the_working_copies_to_the_bit(pool: Pool, kind: str, offload: str, tmp_path: Path) -> None:
+    """From the files of `save_pretrained`, which an export in bf16 has too."""
+    want, other = pool.run(trained, 2, kind, "bf16", offload, tmp_path)
+    assert unequal(want, other) == []
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert all(torch.equal(value, want[name]) for name, value in loaded.state_dict().items())
+    assert len([*(tmp_path / "saved").glob("*.safetensors")]) > 1
+    assert unequal(exported(tmp_path / "ck", tmp_path / "out", "bf16"), tensors(tmp_path / "saved")) == []
 
 
 PUBLISHED = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
@@ -147,12 +154,6 @@ def test_frozen_parameters_and_buffers_are_what_they_were(tmp_path: Path) -> Non
     assert torch.equal(found["model.norm.weight"], stored["master.norm.weight"])
     assert torch.equal(found["lm_head.weight"], frozen.float())
     assert torch.equal(found["model.layers.0.counts"], counts)
-
-
-def test_a_llama_is_exported_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = by_hand.write_llama(tmp_path / "ck", {"master.norm.weight": torch.randn(10)})
-    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]  # as where it is not installed
-    assert exported(path, tmp_path / "out", "fp32").keys() == {*PUBLISHED.values()}
 
 
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -234,10 +235,106 @@ def test_a_checkpoint_that_tells_no_model_or_another_is_refused(tmp_path: Path) 
         assert what in command("export", path, tmp_path / "out").stderr
 
 
-def test_the_command_takes_the_latest_and_tells_what_it_wrote(tmp_path: Path) -> None:
+def test_the_command_takes_the_latest_and_tells_what_it_wrote_also_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shelf = by_hand.write_llama(tmp_path / "shelf" / "step_00000007", {}, vocab=100).parent
     by_hand.point(shelf, "step_00000007")
-    line = ["export", shelf, tmp_path / "out", "--dtype", "fp16"]
-    ended = command(*line)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]  # as where it is not installed
+    ended = command("export", shelf, tmp_path / "out", "--dtype", "fp16")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == f"{tmp_path / 'out'}: 3 tensors, 3.93 KiB of fp16 in 1 files\n"
+    assert tensors(tmp_path / "out").keys() == {*PUBLISHED.values()}
+
+
+# By save_pretrained
+
+
+def temperature(rank: int, ranks: int, folder: Path) -> None:
+    """Save a model of transformers that has a parameter without dimensions."""
+    part = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**part, "vocab_size": 8, "bos_token_id": 0, "eos_token_id": 1}
+    config = transformers.CLIPConfig(text_config=text, vision_config={**part, "image_size": 8, "patch_size": 4})
+    sharded = dzero.shard(transformers.CLIPModel(config), stage=3, precision="fp32")
+    assert dict(dzero.weights(sharded))["logit_scale"].shape == ()
+    dzero.save_pretrained(sharded, folder / "out")
+    with pytest.raises(RuntimeError, match=r"has only this rank's shards: call dzero.save_pretrained"):
+        sharded.model.save_pretrained(folder / "own")
+
+
+def test_a_parameter_without_dimensions_is_written_without(pool: Pool, tmp_path: Path) -> None:
+    pool.run(temperature, 2, tmp_path)
+    assert transformers.CLIPModel.from_pretrained(tmp_path / "out").logit_scale.item() == pytest.approx(2.6592)
+
+
+def given_whole(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+    """Save whole values by the models' own save_pretrained, as scripts for FSDP do; return the logits."""
+    found = {}
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    models = {"model": model_of("gpt2"), "adapter": peft.get_peft_model(model_of("llama"), settings)}
+    for name, model in models.items():
+        sharded = dzero.shard(model.eval(), stage=3, precision="fp32")
+        shards = sharded.model.state_dict()
+        values = {key: whole(value).clone() for key, value in shards.items()}
+        sharded.model.save_pretrained(folder / name, is_main_process=rank == 0, state_dict={**values})
+        with pytest.raises(ValueError, match=r"is a shard; give value.full_tensor\(\) in its place"):
+            sharded.model.save_pretrained(folder / "other", state_dict=shards)
+        key = max(values, key=lambda each: values[each].dim())
+        with pytest.raises(ValueError, match=f"{key} has shape .* give whole values"):
+            sharded.model.save_pretrained(folder / "other", state_dict=values | {key: values[key][:1]})
+        with torch.no_grad():
+            found[name] = sharded.model(tokens()).logits
+    return found
+
+
+def test_whole_values_are_saved_by_the_models_own_method(pool: Pool, tmp_path: Path) -> None:
+    want = pool.run(given_whole, 2, tmp_path)[0]
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "adapter"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(model(tokens()).logits, want["model"])
+    tuned = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "adapter")
+    assert torch.equal(tuned(tokens()).logits, want["adapter"])
+
+
+def generating(rank: int, ranks: int, folder: Path) -> None:
+    """Save a model with settings of generation, and resize its embedding."""
+    model: Any = model_of("llama")
+    model.generation_config.update(max_new_tokens=7, do_sample=True, temperature=0.5)
+    sharded = dzero.shard(model, stage=3)
+    dzero.save_pretrained(sharded, folder / "out")
+    resized: Any = sharded.model
+    assert resized.resize_token_embeddings(VOCAB) is resized.get_input_embeddings()
+    with pytest.raises(RuntimeError, match=rf"^resize_token_embeddings\(64\) of a sharded model with {VOCAB} rows"):
+        resized.resize_token_embeddings(VOCAB, pad_to_multiple_of=32)
+    extra = {"model": dzero.describe(sharded.model)}
+    checkpoints = CheckpointConfig(folder=str(folder / "checkpoints"))
+    with Checkpointer(checkpoints, sharded, dzero.AdamW(sharded)) as saving:
+        saving.save(1, extra)
+        saving.finish()
+
+
+def test_settings_of_generation_are_exported_and_no_embedding_is_resized(pool: Pool, tmp_path: Path) -> None:
+    pool.run(generating, 2, tmp_path)
+    command("export", tmp_path / "checkpoints", tmp_path / "exported")
+    for name in ("out", "exported"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).generation_config
+        assert (found.max_new_tokens, found.do_sample, found.temperature) == (7, True, 0.5)
+
+
+def refused(rank: int, ranks: int, folder: Path) -> list[str]:
+    """Return what each rank is told: of a folder that is there, and of a model without a published layout."""
+    sharded = dzero.shard(model_of("llama"), stage=3)
+    with pytest.raises(dzero.CheckpointError) as there:
+        dzero.save_pretrained(sharded, folder)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters of peft"):
+        dzero.save_pretrained(sharded, folder / "new", merge=True)
+    with pytest.raises(ValueError, match="only models of transformers") as unknown:
+        dzero.save_pretrained(dzero.shard(nn.Linear(4, 4)), folder / "new")
+    return [str(there.value), str(unknown.value)]
+
+
+def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    for there, unknown in pool.run(refused, 2, tmp_path):
+        assert "it is there already: remove it, or choose another folder" in there
+        assert "Linear" in unknown
+    assert list(tmp_path.iterdir()) == []

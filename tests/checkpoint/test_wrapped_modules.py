@@ -73,8 +73,9 @@ def saved_and_resumed(rank: int, ranks: int, folder: Path, ways: tuple[str, str]
         buffer.add_(1.0 + rank)
     checkpoints.save(1, {})
     checkpoints.close()
-    stored = read(dzero.DcpReader(folder))
-    assert {name.partition(".")[2] for name in stored} >= {*built("none").state_dict()}
+    stored, own = read(dzero.DcpReader(folder)), {*built("none").state_dict()}
+    assert {name for name, _ in dzero.weights(sharded)} == own
+    assert {name.partition(".")[2] for name in stored} >= own
     assert not [name for name in stored if "_orig_mod" in name or "_checkpoint" in name]
     dist.barrier()
     if old and rank == 0:

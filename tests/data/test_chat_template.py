@@ -187,10 +187,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "fifo": (lambda f: replaced(f / TEMPLATE, os.mkfifo), "chat_template.jinja: a folder, a pipe or a device"),
     "directory": (lambda f: replaced(f / TOKENIZER, Path.mkdir), "tokenizer.json: a folder, a pipe or a device"),
     "missing": (lambda f: (f / TOKENIZER).unlink(), "has no tokenizer.json"),
-    "pickle": (
-        lambda f: (f / TOKENIZER).write_bytes(pickle.dumps(Canary(f.parent / "canary"))),
-        "cannot be read",
-    ),
+    "pickle": (lambda f: (f / TOKENIZER).write_bytes(pickle.dumps(Canary(f.parent / "canary"))), "cannot be read"),
     "empty": (lambda f: (f / TOKENIZER).write_bytes(b""), "cannot be read"),
     "deep": (lambda f: (f / TOKENIZER).write_bytes(b"[" * 100_000), "cannot be read"),
     "config garbage": (lambda f: (f / CONFIG).write_bytes(b"\0\xff"), "cannot be read"),

@@ -279,15 +279,20 @@ def test_a_tokenizer_that_cannot_serve_is_an_error(tmp_path):
         read(tmp_path / "a.txt", **stop, separator="<end>")
 
 
+IDLE = {
+    "python": ({}, {"field", "token_dtype", "vocab_size", "split", "config"}),
+    "files": ({"path": "a"}, {"split", "config"}),
+    "dataset": ({"name": "a"}, {"token_dtype", "vocab_size"}),
+}
+"""Sources, and settings that have no effect on them."""
+
+
 def test_settings_without_effect_or_out_of_range_are_errors():
-    every = {"tokenizer", "separator", "field", "token_dtype", "vocab_size", "split", "config"}
-    used = {"python": {"tokenizer", "separator"}, "files": every - {"split", "config"}}
-    used["dataset"] = every - {"token_dtype", "vocab_size"}
-    values = {key: 7 if key == "vocab_size" else "uint8" if key == "token_dtype" else "x" for key in every}
-    for source, chooser in (("python", {}), ("files", {"path": "a"}), ("dataset", {"name": "a"})):
-        for key in every - used[source]:
-            with pytest.raises(ValueError, match=f"data.{key}={values[key]} has no effect on {source}"):
-                load(**chooser, **{key: values[key]})
+    for source, (chooser, idle) in IDLE.items():
+        for key in idle:
+            value = {"vocab_size": 7, "token_dtype": "uint8"}.get(key, "x")
+            with pytest.raises(ValueError, match=f"data.{key}={value} has no effect on {source}"):
+                load(**chooser, **{key: value})
     for settings, message in (
         ({"path": "a", "name": "b"}, "only one can be read"),
         ({"held_out": 1.0}, "data.held_out=1.0"),
