@@ -5,13 +5,12 @@ A run with a learning rate of 0 keeps its masters; its checkpoint is exported in
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pool import Pool, WorkerError
+from pool import Pool
 from small_mixtures import mixture
 from small_runs import settled, train, write_text
 from test_export_hf import exported, tensors
@@ -88,15 +87,6 @@ def test_masters_are_the_published_values_and_are_exported_as_them(pool: Pool, t
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_another_model_than_the_published_one_is_refused(pool: Pool, tmp_path: Path) -> None:
-    theirs("llama").save_pretrained(tmp_path / "theirs")
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    text = write_text(tmp_path / "words.txt", words=300)
-    run = settled(text, *OWN.replace("{source}", str(tmp_path / "theirs")).split(), "launch.workers=1")
-    with pytest.raises(WorkerError, match=r"of another model than this; set model.vocab_size=None"):
-        pool.run(train, 1, run, tmp_path)
-
-
 def test_a_model_tells_how_it_is_published_by_layer() -> None:
     layers = "model.layers.#"
     expert = f"{layers}.block_sparse_moe.experts.*"
@@ -114,12 +104,3 @@ def test_a_model_tells_how_it_is_published_by_layer() -> None:
         {"sources": [down], "targets": [f"{expert}.w2.weight"], "steps": [split]},
     ]
     assert "layout" not in (dzero.describe(theirs("llama")) or {"layout": None})
-
-
-def test_a_model_of_ones_own_has_no_layout_there() -> None:
-    class Own(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.linear = torch.nn.Linear(2, 2)
-
-    assert dzero.describe(Own(transformers.LlamaConfig())) is None

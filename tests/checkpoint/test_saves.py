@@ -75,28 +75,24 @@ def test_random_kills_of_one_or_both_of_two_ranks_do_so_too(tmp_path: Path, kill
 @contextmanager
 def noted(note: Callable[[str, str], None]) -> Iterator[None]:
     """Have calls that write, synchronise or rename tell `note` what they do to which path, when they have done it."""
-    really: dict[str, Any] = {name: getattr(os, name) for name in ("pwritev", "fsync", "rename")}
 
-    def path_of(fd: int, name: object = "") -> str:
-        return f"{os.readlink(f'/proc/self/fd/{fd}')}{name and f'/{name}'}"
+    def path_of(at: Any) -> str:
+        return os.readlink(f"/proc/self/fd/{at}") if isinstance(at, int) else str(at)
 
-    def written(fd: int, *args: Any) -> Any:
-        path, done = path_of(fd), really["pwritev"](fd, *args)
-        note("write", path)
-        return done
+    def noting(what: str, really: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            folder = kwargs.get("dst_dir_fd")
+            to = args[1] if what == "rename" else args[0]
+            path = path_of(to) if folder is None else f"{path_of(folder)}/{to}"
+            done = really(*args, **kwargs)
+            note(what, path)
+            return done
 
-    def synced(fd: int) -> None:
-        path = path_of(fd)
-        really["fsync"](fd)
-        note("sync", path)
-
-    def renamed(old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        really["rename"](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-        note("rename", str(new) if dst_dir_fd is None else path_of(dst_dir_fd, new))
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, call in (("pwritev", written), ("fsync", synced), ("rename", renamed)):
-            patch.setattr(os, name, call)
+        for name, what in (("pwritev", "write"), ("fsync", "sync"), ("rename", "rename")):
+            patch.setattr(os, name, noting(what, getattr(os, name)))
         yield
 
 
