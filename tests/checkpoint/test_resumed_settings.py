@@ -145,7 +145,7 @@ class Run:
         return {"groups": groups, "params": params_of(self.sharded), "buffers": buffers, "answer": answer}
 
 
-def uninterrupted(rank: int, ranks: int, folder: Path, writers: list[tuple[str, str]]) -> list[dict[str, Any]]:
+def uninterrupted(rank: int, ranks: int, folder: Path, writers: Writers) -> list[dict[str, Any]]:
     found = []
     for number, (writer, rule) in enumerate(writers):
         run = Run(folder / str(number), writer, rule, 3, "none")
@@ -158,9 +158,7 @@ def uninterrupted(rank: int, ranks: int, folder: Path, writers: list[tuple[str, 
     return found
 
 
-def resumed(
-    rank: int, ranks: int, folder: Path, writers: list[tuple[str, str]], stage: int, offload: str
-) -> list[dict[str, Any]]:
+def resumed(rank: int, ranks: int, folder: Path, writers: Writers, stage: int, offload: str) -> list[dict[str, Any]]:
     found = []
     for number, (writer, rule) in enumerate(writers):
         run = Run(folder / str(number), writer, rule, stage, offload)
@@ -172,13 +170,17 @@ def resumed(
     return found
 
 
+Writers = list[tuple[str, str]]
+NeverStopped = tuple[Writers, Path, list[list[dict[str, Any]]]]
 OF_FEW = (
     "tests/checkpoint/test_resumed_settings.py::"
     "test_a_resumed_run_has_the_settings_buffers_and_bits_of_one_never_stopped"
 )
-ALL = [(name, "SGD" if name == "CyclicLR" else "AdamW") for name in WRITERS] + [
-    (name, "SGD") for name in ("OneCycleLR", "StepLR", "settings written by hand")
-]
+ONCE = [(name, "SGD" if name == "CyclicLR" else "AdamW") for name in WRITERS]
+ALL = ONCE + [(name, "SGD") for name in ("OneCycleLR", "StepLR", "settings written by hand")]
+FEW = [each for each in ONCE if each[0] in ("OneCycleLR", "ReduceLROnPlateau", "CyclicLR", "settings written by hand")]
+"""Of those that write several settings, go by losses, write momenta, and write what is no setting."""
+SETS = [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.full(OF_FEW))]
 
 
 def test_the_page_names_what_is_tried() -> None:
@@ -188,50 +190,34 @@ def test_the_page_names_what_is_tried() -> None:
     assert set(rows) - {"what", "door"} >= {name for name, _ in ALL}
 
 
-FEW = [pair for pair in ALL if pair[0] in ("OneCycleLR", "ReduceLROnPlateau", "CyclicLR", "settings written by hand")]
-"""Of those that write several settings, go by losses, write momenta, and write what is no setting."""
-SETS = [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.full(OF_FEW))]
-Writers = list[tuple[str, str]]
+@pytest.fixture(scope="module", params=SETS)
+def never_stopped(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> NeverStopped:
+    """The writers and rules of runs, their checkpoints, and what each rank told of each run at its end."""
+    folder = tmp_path_factory.mktemp("saved")
+    return request.param, folder, pool.run(uninterrupted, 2, folder, request.param)
 
 
-@pytest.fixture(scope="module")
-def never_stopped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Writers], Any]:
-    """Give the checkpoints of runs with these writers, and what they told at their end; each set is trained once."""
-    made: dict[int, tuple[Path, list[list[dict[str, Any]]]]] = {}
-
-    def of(writers: Writers) -> tuple[Path, list[list[dict[str, Any]]]]:
-        if len(writers) not in made:
-            folder = tmp_path_factory.mktemp("saved")
-            made[len(writers)] = folder, pool.run(uninterrupted, 2, folder, writers)
-        return made[len(writers)]
-
-    return of
-
-
-@pytest.mark.parametrize("writers", SETS)
 @pytest.mark.parametrize(("stage", "offload"), [(1, "host"), pytest.param(3, "none", marks=pytest.mark.full(OF_FEW))])
 def test_a_resumed_run_has_the_settings_buffers_and_bits_of_one_never_stopped(
-    pool: Pool, never_stopped: Callable[[Writers], Any], writers: Writers, stage: int, offload: str
+    pool: Pool, never_stopped: NeverStopped, stage: int, offload: str
 ) -> None:
-    folder, wanted = never_stopped(writers)
+    writers, folder, wanted = never_stopped
     assert not torch.equal(wanted[0][0]["buffers"]["norm.running_mean"], wanted[1][0]["buffers"]["norm.running_mean"])
     for want, got in zip(wanted, pool.run(resumed, 2, folder, writers, stage, offload), strict=True):
-        for (writer, rule), one, other in zip(writers, want, got, strict=True):
-            assert other["groups"] == one["groups"], (writer, rule)
-            assert torch.equal(other["answer"], one["answer"]), (writer, rule)
-            for kind in ("params", "buffers"):
-                assert unequal(other[kind], one[kind]) == [], (writer, rule)
+        for writer, one, other in zip(writers, want, got, strict=True):
+            assert other["groups"] == one["groups"], writer
+            assert torch.equal(other["answer"], one["answer"]), writer
+            assert unequal(other["params"], one["params"]) == unequal(other["buffers"], one["buffers"]) == [], writer
 
 
-@pytest.mark.parametrize("writers", SETS)
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.full(OF_FEW))])
 def test_on_other_ranks_settings_are_the_same_and_buffers_those_of_rank_0(
-    pool: Pool, never_stopped: Callable[[Writers], Any], writers: Writers, ranks: int
+    pool: Pool, never_stopped: NeverStopped, ranks: int
 ) -> None:
-    folder, wanted = never_stopped(writers)
+    writers, folder, wanted = never_stopped
     for rank, got in enumerate(pool.run(resumed, ranks, folder, writers, 2, "none")):
-        for (writer, rule), one, other in zip(writers, wanted[0], got, strict=True):
-            assert other["groups"] == one["groups"], (writer, rule)
+        for writer, one, other in zip(writers, wanted[0], got, strict=True):
+            assert other["groups"] == one["groups"], writer
             assert len(other["notes"]) == (rank == 0)
 
 
@@ -245,10 +231,9 @@ def overriding(rank: int, ranks: int, folder: Path) -> tuple[dict[str, Any], lis
     again.optim.param_groups[0].update(lr=0.7, initial_lr=0.7, weight_decay=0.3)
     with pytest.raises((ValueError, CheckpointError)) as refused:
         again.checkpoints.resume("auto", override=["lrr"])
-    resumed = again.checkpoints.resume("auto", override=["lr"])
-    assert resumed is not None
+    notes = again.checkpoints.resume("auto", override=["lr"]).notes
     group = again.optim.param_groups[0]
-    return {key: group[key] for key in ("lr", "initial_lr", "weight_decay")}, resumed.notes, str(refused.value)
+    return {key: group[key] for key in ("lr", "initial_lr", "weight_decay")}, notes, str(refused.value)
 
 
 def test_settings_are_changed_by_name_and_told(pool: Pool, tmp_path: Path) -> None:
