@@ -147,7 +147,7 @@ def reload(rank: int, ranks: int, rule: str) -> None:
     assert unequal(snapshot(new, new_optim), snapshot(old, old_optim)) == []
     if rule == "shampoo":
         with pytest.raises(ValueError, match="where another rank owned this parameter"):
-            pair(rule, stage=2, param="fp32")[1].load_state_dict(new_optim.state_dict())
+            pair(rule, stage=0, param="fp32")[1].load_state_dict(new_optim.state_dict())
 
 
 @pytest.mark.full("tests/checkpoint/test_rule_states.py::test_states_go_from_layout_to_layout")
