@@ -40,18 +40,7 @@ def write_parquet(path: Path, texts: list[str | None], field: str = "text") -> N
 
 
 def write_tokenizer(path: Path, *, end: str = "<|endoftext|>") -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.enable_truncation(8)
-    tokenizer.enable_padding(length=64)
-    tokenizer.save(str(path))
+    path.write_text(chat.tokenizer_json(bos=False).replace("</s>", end))
 
 
 HELD_OUT = [0, 3, 4, 16, 25, 26, 27, 31, 34, 40, 47, 50, 52, 59, 78, 82, 83, 92, 97, 103, 107, 108, 109]

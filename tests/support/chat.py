@@ -65,7 +65,8 @@ def tokenizer_json(bos: bool) -> str:
     tokenizer.train_from_iterator(SENTENCES, trainer)
     if bos:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.enable_truncation(4)  # which no sample may suffer
+    tokenizer.enable_truncation(4)  # which no sample may suffer, nor padding
+    tokenizer.enable_padding(length=64)
     return str(tokenizer.to_str())
 
 
