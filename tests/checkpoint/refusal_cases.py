@@ -149,36 +149,42 @@ def grown(work: Callable[[], object]) -> int:
     return most() - before
 
 
-def forbidden(folder: Path) -> dict[str, str]:
+MAY_NOT = "Permission denied: this user may not; change the permissions, or checkpoint.folder"
+ELSEWHERE = "Permission denied: choose another folder; nothing was exported"
+
+
+def forbidden(folder: Path) -> dict[str, Any]:
     """What a user may not do with a checkpoint when it is taken from them, by a loop of one's own and by commands."""
-    shelf, fixed = folder / "shelf", folder / "fixed"
+    shelf, fixed, wrong = folder / "shelf", folder / "fixed", list[str]()
     path = by_hand.write_llama(shelf / STEP, {})
     by_hand.point(shelf, STEP)
     fixed.mkdir()
-    seen: dict[str, str] = {}
-
-    def without(each: Path, mode: int, name: str, work: Callable[[], object] | str) -> None:
-        before = each.stat().st_mode
-        each.chmod(mode)
-        seen[name] = command(*work.split()).stderr.strip() if isinstance(work, str) else told(work)
-        each.chmod(before)
-
-    without(path / data_name(0), 0, "read data", lambda: by_hand.verified(path))
-    without(path / index_name(0), 0, "read index", lambda: by_hand.verified(path))
-    without(path, 0, "read folder", lambda: by_hand.verified(path))
-    without(shelf, 0, "read shelf", lambda: by_hand.verified(shelf))
-    without(shelf / LATEST, 0, "read pointer", lambda: by_hand.verified(shelf))
-    without(shelf, 0o555, "save in a folder of others", lambda: saving(shelf))
-    without(shelf, 0o555, "save below it", lambda: saving(shelf / "new" / "er"))
-    without(shelf, 0, "inspect a folder", f"inspect {shelf}")
-    without(path, 0, "inspect a checkpoint", f"inspect {path} --verify")
-    without(path / MANIFEST, 0, "inspect a manifest", f"inspect {path}")
-    without(path, 0, "export a checkpoint", f"export {path} {folder}/out")
-    without(shelf, 0, "export a folder", f"export {shelf} {folder}/out")
-    without(path / data_name(0), 0, "export data", f"export {path} {folder}/out")
-    without(fixed, 0o555, "export to", f"export {path} {fixed}/out")
-    without(fixed, 0, "export below", f"export {path} {fixed}/new/out")
-    return seen | {"left": " ".join(sorted(os.listdir(folder)))}
+    data, index, manifest = path / data_name(0), path / index_name(0), path / MANIFEST
+    of_shelf = f"{shelf}/{MANIFEST}: {MAY_NOT}"
+    rows: list[tuple[Path, int, Callable[[], object] | str, str]] = [
+        (data, 0, lambda: by_hand.verified(path), f"{data}: {MAY_NOT}"),
+        (index, 0, lambda: by_hand.verified(path), f"{index}: {MAY_NOT}"),
+        (path, 0, lambda: by_hand.verified(path), f"{manifest}: {MAY_NOT}"),
+        (shelf, 0, lambda: by_hand.verified(shelf), of_shelf),
+        (shelf / LATEST, 0, lambda: by_hand.verified(shelf), f"{shelf}/{LATEST}: {MAY_NOT}"),
+        (shelf, 0o555, lambda: saving(shelf), f"{shelf}/.lock: {MAY_NOT}"),
+        (shelf, 0o555, lambda: saving(shelf / "new" / "er"), f"{shelf}/new: {MAY_NOT}"),
+        (shelf, 0, f"inspect {shelf}", f"error: {of_shelf}"),
+        (path, 0, f"inspect {path} --verify", f"error: {manifest}: {MAY_NOT}"),
+        (manifest, 0, f"inspect {path}", f"error: {manifest}: {MAY_NOT}"),
+        (path, 0, f"export {path} {folder}/out", f"error: {manifest}: {MAY_NOT}"),
+        (shelf, 0, f"export {shelf} {folder}/out", f"error: {of_shelf}"),
+        (data, 0, f"export {path} {folder}/out", f"error: {data}: {MAY_NOT}"),
+        (fixed, 0o555, f"export {path} {fixed}/out", f"error: {fixed}/out.partial: {ELSEWHERE}"),
+        (fixed, 0, f"export {path} {fixed}/new/out", f"error: {fixed}/new: {ELSEWHERE}"),
+    ]
+    for taken, mode, work, says in rows:
+        before = taken.stat().st_mode
+        taken.chmod(mode)
+        found = command(*work.split()).stderr.strip() if isinstance(work, str) else told(work)
+        taken.chmod(before)
+        wrong += [] if found == says else [f"{says!r}, but {found!r}"]
+    return {"wrong": wrong, "left": sorted(os.listdir(folder))}
 
 
 if __name__ == "__main__":

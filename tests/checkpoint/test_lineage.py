@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +77,7 @@ def test_runs_of_a_sweep_save_in_folders_of_their_own(text: Path, tmp_path: Path
     where = [f"checkpoint.folder={kept}"] if shared else []
     ended = typed("train.py", *words, *where, "--multirun", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    if shared:
-        shelves = sorted(kept.iterdir())
-    else:
-        (sweep,) = (tmp_path / "multirun").glob("*/*")
-        shelves = [sweep / f"train.seed={seed}" / "checkpoints" for seed in (0, 1)]
+    shelves = sorted(kept.iterdir() if shared else tmp_path.glob("multirun/*/*/*/checkpoints"))
     assert [names(shelf) for shelf in shelves] == [["step_00000002"]] * 2
     assert len({body_of(shelf / "step_00000002" / "manifest.json")["run"] for shelf in shelves}) == 2
     assert not (tmp_path / "checkpoints").exists()
@@ -96,6 +91,11 @@ class Shelf:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.sharded = dzero.shard(nn.Linear(2, 2), stage=1, precision="fp32")
+        self.optim = dzero.AdamW(self.sharded)
+
+    def checkpoints(self, folder: Path, **settings: Any) -> Checkpointer:
+        return Checkpointer(CheckpointConfig(folder=str(folder), **settings), self.sharded, self.optim)
 
     def run(self, *saves: tuple[int, Any] | int, resume: str = "", **settings: Any) -> list[str]:
         """A run that may resume, and saves steps, with held-out losses where they are given; what is there then.
@@ -103,9 +103,7 @@ class Shelf:
         Without `resume`, it is another run, whose checkpoints come from a folder of their own.
         """
         folder = self.folder if resume or not names(self.folder) else self.folder.parent / "another"
-        sharded = dzero.shard(nn.Linear(2, 2), stage=1, precision="fp32")
-        config = CheckpointConfig(folder=str(folder), **{"keep": 9, **settings})
-        with Checkpointer(config, sharded, dzero.AdamW(sharded)) as checkpoints:
+        with self.checkpoints(folder, **{"keep": 9, **settings}) as checkpoints:
             if resume:
                 found = checkpoints.resume("auto" if resume == "auto" else str(self.folder / resume))
                 assert found is not None
@@ -116,13 +114,9 @@ class Shelf:
             best = checkpoints.best()
             self.best = None if best is None else best.name
         if folder != self.folder:
-            for name in names(folder):
-                (folder / name).rename(self.folder / name)
-            shutil.copy(folder / LATEST, self.folder / LATEST)
+            for name in (*names(folder), LATEST):
+                (folder / name).replace(self.folder / name)
             shutil.rmtree(folder)
-        return self.steps()
-
-    def steps(self) -> list[str]:
         return [name.removeprefix("step_").lstrip("0") for name in names(self.folder)]
 
     def pointer(self) -> Any:
@@ -140,6 +134,17 @@ class Shelf:
         shutil.rmtree(self.folder)
         aside.rename(self.folder)
         return found
+
+    def refused(self, folder: Path, resume: str = "") -> str:
+        """What is said to a run that begins in a folder, if it is refused there."""
+        with self.checkpoints(folder) as checkpoints:
+            if resume:
+                checkpoints.resume(str(self.folder / resume))
+            try:
+                checkpoints.begin()
+            except CheckpointError as error:
+                return str(error)
+        return ""
 
 
 def branches(shelf: Shelf) -> None:
@@ -188,26 +193,13 @@ def again(shelf: Shelf) -> None:
 def foreign(shelf: Shelf) -> None:
     """A checkpoint of another folder opens no folder of another run; a copy of its own folder is its own."""
     shelf.run(10)
-    shutil.copytree(shelf.folder, shelf.folder.parent / "copy")
-    other = Shelf(shelf.folder.parent / "other")
+    parent, other = shelf.folder.parent, Shelf(shelf.folder.parent / "other")
+    shutil.copytree(shelf.folder, parent / "copy")
     other.run(5)
-    sharded = dzero.shard(nn.Linear(2, 2), stage=1, precision="fp32")
-    optim = dzero.AdamW(sharded)
-    for folder, text in ((other.folder, "it holds 1 checkpoints of another run (run "), ("copy", ""), ("new", "")):
-        config = CheckpointConfig(folder=str(shelf.folder.parent / folder))
-        with Checkpointer(config, sharded, optim) as checkpoints:
-            checkpoints.resume(str(shelf.folder / "step_00000010"))
-            if text:
-                with pytest.raises(CheckpointError) as told:
-                    checkpoints.begin()
-                assert text in str(told.value)
-            else:
-                checkpoints.begin()
+    assert shelf.refused(parent / "copy", "step_00000010") == shelf.refused(parent / "new", "step_00000010") == ""
+    assert "it holds 1 checkpoints of another run (run " in shelf.refused(other.folder, "step_00000010")
     (other.folder / "step_00000005" / "manifest.json").write_bytes(b"?")
-    with Checkpointer(CheckpointConfig(folder=str(other.folder)), sharded, optim) as checkpoints:
-        with pytest.raises(CheckpointError) as told:
-            checkpoints.begin()
-        assert "it holds 1 checkpoints of another run, the newest step_00000005" in str(told.value)
+    assert "it holds 1 checkpoints of another run, the newest step_00000005" in shelf.refused(other.folder)
 
 
 def best_stays(shelf: Shelf) -> None:
@@ -230,15 +222,7 @@ def best_of_others(shelf: Shelf) -> None:
     assert shelf.best == "step_00000002"
 
 
-RULES: tuple[Callable[[Shelf], None], ...] = (
-    branches,
-    not_pointed_to,
-    lost,
-    again,
-    foreign,
-    best_stays,
-    best_of_others,
-)
+RULES = (branches, not_pointed_to, lost, again, foreign, best_stays, best_of_others)
 
 
 def by_the_rules(rank: int, ranks: int, folder: Path) -> None:

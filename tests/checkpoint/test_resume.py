@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool import Pool, WorkerError
@@ -40,8 +41,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(pool: Pool, folder: Path, data: Path, *settings: str) -> list[Told]:
-    ranks = next(int(word.partition("=")[2]) for word in reversed(settings) if word.startswith("launch.workers="))
-    told: list[Told] = pool.run(train, ranks, settled(data, *settings), folder, timeout_s=300)
+    made = settled(data, *settings)
+    told: list[Told] = pool.run(train, made.launch.workers or 1, made, folder, timeout_s=300)
     return told
 
 
@@ -69,22 +70,17 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(pool: Pool, tmp_path
     assert same_files(tmp_path / f"whole/step_{STEPS:08d}", tmp_path / f"again/step_{STEPS:08d}")
 
 
-def under_way(line: str) -> bool:
-    """Whether a step may be unfinished when a save begins."""
-    return "overlap" in line or "infinity" in line
-
-
 SAVED = "tests/checkpoint/test_resume.py::test_saving_changes_nothing"
-MARKS = {True: pytest.mark.full(SAVED), False: pytest.mark.slow}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, marks=[] if name == "delayed, one step stale" else MARKS[under_way(line)], id=name)
-        for name, line in RUNS.items()
-    ],
-)
+def marked(name: str, line: str) -> Any:
+    """Full, where a step may be unfinished when a save begins."""
+    is_under_way = "overlap" in line or "infinity" in line
+    mark = pytest.mark.full(SAVED) if is_under_way else pytest.mark.slow
+    return pytest.param(line, id=name, marks=[] if name == "delayed, one step stale" else mark)
+
+
+@pytest.mark.parametrize("line", [marked(name, line) for name, line in RUNS.items()])
 def test_saving_changes_nothing(pool: Pool, tmp_path: Path, text: Path, line: str) -> None:
     common = settings_of(line, tmp_path)
     saved = run(pool, tmp_path, text, *common, "checkpoint.every=1", f"checkpoint.folder={tmp_path}/saved")

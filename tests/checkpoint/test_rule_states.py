@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parity_cells import whole
+from parity_cells import together, whole
 from plain_classes import Lamb, Shampoo
 from pool import Pool
 from small_runs import settled, train, write_text
@@ -37,7 +37,7 @@ def pair(rule: str, seed: int = 0, exclude: tuple[str, ...] = ("head",), **kind:
     sharded = sharded_net("uneven", seed=seed, **kind)
     if rule == "muon":
         return sharded, Muon(sharded, lr=3e-3, max_norm=1.0, muon=MuonConfig(exclude=[*exclude]))
-    return sharded, TorchOptimizer(sharded, Shampoo, elementwise=False, lr=0.02)
+    return sharded, TorchOptimizer(sharded, {"shampoo": Shampoo, "lamb": Lamb}[rule], elementwise=False, lr=0.02)
 
 
 def everything(sharded: Sharded, optim: Any) -> dict[str, Tensor]:
@@ -46,13 +46,8 @@ def everything(sharded: Sharded, optim: Any) -> dict[str, Tensor]:
     found |= {f"master {name}": value for name, value in masters_of(sharded, optim).items()}
     for name, param in sharded.named_params().items():
         states = {k: v for k, v in optim.state.get(param, {}).items() if k not in ("master", "remainder")}
-        found |= {f"{key} {name}": whole(value).clone() for key, value in states.items()}
+        found |= {f"{key} {name}": whole(torch.as_tensor(value)).clone() for key, value in states.items()}
     return found
-
-
-def merged(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What all ranks have together."""
-    return {key: value for of_rank in of_ranks for key, value in of_rank.items()}
 
 
 def passed_on(
@@ -63,6 +58,7 @@ def passed_on(
     if source is not None:
         with Checkpointer(CheckpointConfig(folder=str(source)), sharded, optim) as checkpoints:
             assert checkpoints.resume("auto") is not None
+            assert rule != "lamb" or {type(each.get("step", 0)) for each in optim.state.values()} == {int}
     loaded = everything(sharded, optim)
     train_net(sharded, optim, "uneven", steps=2, seed=2)
     with Checkpointer(CheckpointConfig(folder=str(target)), sharded, optim) as checkpoints:
@@ -73,10 +69,16 @@ def passed_on(
 
 STORED: dict[str, tuple[str, dict[str, Any]]] = {
     "shampoo": ("shampoo", {"param": "bf16"}),
-    "muon, bf16": ("muon", {"param": "bf16"}),
+    "lamb, counts as numbers": ("lamb", {"param": "bf16"}),
     "muon, remainder": ("muon", {"param": "bf16", "master": "remainder", "moments": "bf16"}),
     "muon, fp32": ("muon", {"param": "fp32"}),
 }
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"stage": 3}),
+    (1, {"stage": 2, "offload": HOST}),
+    (3, {"stage": 0}),
+    (2, {"stage": 1}),
+]
 
 
 @pytest.mark.product(keep=1)
@@ -84,27 +86,22 @@ STORED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_states_go_from_layout_to_layout(pool: Pool, tmp_path: Path, name: str) -> None:
     """From two ranks to the host of one, to three, to two; each load and what two more steps make of it arrive."""
     (rule, stored), source, held = STORED[name], None, dict[str, Tensor]()
-    layouts: list[tuple[int, dict[str, Any]]] = [
-        (2, {"stage": 3}),
-        (1, {"stage": 2, "offload": HOST}),
-        (3, {"stage": 0}),
-        (2, {"stage": 1}),
-    ]
-    for number, (ranks, layout) in enumerate(layouts):
+    for number, (ranks, layout) in enumerate(LAYOUTS):
         runs = pool.run(passed_on, ranks, rule, stored | layout, source, tmp_path / str(number))
         if source is not None:
-            assert unequal(merged([loaded for loaded, _ in runs]), held) == []
-        source, held = tmp_path / str(number), merged([then for _, then in runs])
+            assert unequal(together([loaded for loaded, _ in runs]), held) == []
+        source, held = tmp_path / str(number), together([then for _, then in runs])
     matrix = "layers.0.qkv.weight"
     if rule == "muon":
         assert f"exp_avg_sq {matrix}" not in held
         assert float(held[f"exp_avg {matrix}"].float().abs().max()) > 0
-    else:
+        return
+    assert float(held[f"step {matrix}"]) == 2 * len(LAYOUTS)
+    if rule == "shampoo":
         assert held[f"left {matrix}"].shape[0] == held[f"param {matrix}"].shape[0]
-        assert float(held[f"step {matrix}"]) == 2 * len(layouts)
 
 
-@pytest.mark.full("tests/checkpoint/test_quantized_moments.py::test_blocks_that_align_are_the_same_and_others_near")
+@pytest.mark.full("tests/checkpoint/test_any_to_any.py::test_blocks_of_8_bits_that_align_are_the_same_and_others_near")
 def test_a_momentum_in_eight_bits_comes_back_as_it_was_stored(pool: Pool, tmp_path: Path) -> None:
     """Into the same shards, where its blocks align."""
     kind = {"stage": 2, "moments": "int8"}
@@ -116,12 +113,11 @@ def test_a_momentum_in_eight_bits_comes_back_as_it_was_stored(pool: Pool, tmp_pa
 
 def refused(rank: int, ranks: int, folder: Path) -> list[str]:
     """What is said to optimizers that hold other states."""
-    sharded = sharded_net("uneven", stage=2)
+    sharded, said = sharded_net("uneven", stage=2), []
     others: list[tuple[Sharded, Any]] = [(sharded, AdamW(sharded)), pair("muon", exclude=("head", "1"), stage=2)]
-    said = []
-    for sharded, optim in others:
+    for other in others:
         with (
-            Checkpointer(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints,
+            Checkpointer(CheckpointConfig(folder=str(folder)), *other) as checkpoints,
             pytest.raises(ValueError) as error,  # noqa: PT011  # the messages are compared by the caller
         ):
             checkpoints.resume("auto")
@@ -139,29 +135,21 @@ def test_states_of_another_rule_or_of_other_matrices_are_refused(pool: Pool, tmp
 
 
 def reload(rank: int, ranks: int, rule: str) -> None:
-    """Into a fresh pair of the same layout by torch's state dicts and its helpers, then one step of both."""
-    for by_helpers, kind in (
-        (False, {"stage": 3}),
-        (True, {"stage": 1, "offload": HOST}),
-        (True, {"stage": 0, "param": "fp32"}),
-    ):
-        old, old_optim = pair(rule, **kind)
-        train_net(old, old_optim, "uneven", steps=2)
-        new, new_optim = pair(rule, seed=1, **kind)
-        if by_helpers:
-            set_model_state_dict(new.model, get_model_state_dict(old.model))
-            packed = copy.deepcopy(get_optimizer_state_dict(old.model, old_optim))
-            set_optimizer_state_dict(new.model, new_optim, packed)
-        else:
-            new.model.load_state_dict(old.model.state_dict())
-            new_optim.load_state_dict(copy.deepcopy(old_optim.state_dict()))
-        assert unequal(snapshot(new, new_optim), snapshot(old, old_optim)) == []
-        for each in ((old, old_optim), (new, new_optim)):
-            train_net(*each, "uneven", steps=1, seed=1)
-        assert unequal(snapshot(new, new_optim), snapshot(old, old_optim)) == []
+    """Into a fresh pair of the same layout by torch's state dicts, then one step of both."""
+    old, old_optim = pair(rule, stage=3)
+    train_net(old, old_optim, "uneven", steps=2)
+    new, new_optim = pair(rule, seed=1, stage=3)
+    new.model.load_state_dict(old.model.state_dict())
+    new_optim.load_state_dict(copy.deepcopy(old_optim.state_dict()))
+    assert unequal(snapshot(new, new_optim), snapshot(old, old_optim)) == []
+    for each in ((old, old_optim), (new, new_optim)):
+        train_net(*each, "uneven", steps=1, seed=1)
+    assert unequal(snapshot(new, new_optim), snapshot(old, old_optim)) == []
     if rule == "shampoo":
+        copies, copies_optim = pair(rule, stage=0, param="fp32")
+        train_net(copies, copies_optim, "uneven", steps=1)
         with pytest.raises(ValueError, match="where another rank owned this parameter"):
-            pair(rule, stage=2, param="fp32")[1].load_state_dict(new_optim.state_dict())
+            pair(rule, stage=2, param="fp32")[1].load_state_dict(copies_optim.state_dict())
 
 
 @pytest.mark.full("tests/checkpoint/test_rule_states.py::test_states_go_from_layout_to_layout")
@@ -188,45 +176,8 @@ def through_dcp(rank: int, ranks: int, rule: str, folder: str, seed: int, stage:
 @pytest.mark.full("tests/checkpoint/test_rule_states.py::test_states_go_from_layout_to_layout")
 @pytest.mark.parametrize("rule", RULES)
 def test_dcp_files_load_exactly_into_another_layout(pool: Pool, tmp_path: Path, rule: str) -> None:
-    held = merged(pool.run(through_dcp, 3, rule, str(tmp_path), 0, 3))
-    assert unequal(merged(pool.run(through_dcp, 2, rule, str(tmp_path), 1, 1)), held) == []
-
-
-class Listing(torch.optim.SGD):
-    """A class that keeps states in a list."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            self.state[param]["both"] = [torch.zeros(1), torch.zeros(1)]
-
-
-def numbers(rank: int, ranks: int, folder: Path) -> tuple[set[Any], str]:
-    """Counts of a class that keeps them as Python numbers, once resumed; and what is said of lists."""
-
-    def made(rule: Any, seed: int) -> tuple[Sharded, TorchOptimizer, Checkpointer]:
-        sharded = sharded_net("uneven", stage=2, seed=seed)
-        optim = TorchOptimizer(sharded, rule, elementwise=False, lr=0.02)
-        return sharded, optim, Checkpointer(CheckpointConfig(folder=str(folder / rule.__name__)), sharded, optim)
-
-    sharded, optim, checkpoints = made(Lamb, 0)
-    train_net(sharded, optim, "uneven", steps=3)
-    checkpoints.save(3, {})
-    checkpoints.close()
-    _, optim, checkpoints = made(Lamb, 1)
-    checkpoints.resume("auto")
-    counts = {states["step"] for states in optim.state.values() if "step" in states}
-    sharded, optim, checkpoints = made(Listing, 0)
-    train_net(sharded, optim, "uneven", steps=1)
-    with pytest.raises(TypeError) as error:
-        checkpoints.save(1, {})
-    return counts, str(error.value)
-
-
-def test_numbers_of_a_class_are_saved_and_other_objects_refused(pool: Pool, tmp_path: Path) -> None:
-    counts, told = pool.run(numbers, 2, tmp_path)[0]
-    assert [type(each) for each in counts] == [int]
-    assert counts == {3}
-    assert told.startswith("Listing keeps the state 'both' as list")
+    held = together(pool.run(through_dcp, 3, rule, str(tmp_path), 0, 3))
+    assert unequal(together(pool.run(through_dcp, 2, rule, str(tmp_path), 1, 1)), held) == []
 
 
 @pytest.mark.full("tests/checkpoint/test_rule_states.py::test_states_go_from_layout_to_layout")

@@ -42,62 +42,57 @@ def killed(folder: Path, *words: object) -> Told:
     return seen
 
 
+PHASES = {
+    *("nothing", "half a checkpoint", "all but a name", "half of an old one"),
+    *("a checkpoint that is not the latest yet", "half a pointer"),
+}
+"""What a kill can leave."""
+
+
 def test_a_kill_before_any_call_of_a_save_leaves_the_step_before_or_the_new_one_with_its_bits(tmp_path: Path) -> None:
     """What each left is tidied up by the next run, which saves the next step and is killed one call later."""
     seen = killed(tmp_path / "shelf")
     assert seen["kills"] >= 15
-    assert seen["left"].keys() == {
-        "nothing",
-        "half a checkpoint",
-        "all but a name",
-        "a checkpoint that is not the latest yet",
-        "half a pointer",
-        "half of an old one",
-    }
+    assert seen["left"].keys() == PHASES
 
 
-@pytest.mark.full(
-    "tests/checkpoint/test_saves.py::"
-    "test_a_kill_before_any_call_of_a_save_leaves_the_step_before_or_the_new_one_with_its_bits"
-)
-def test_thirty_kills_of_one_or_both_of_two_ranks_do_so_too(tmp_path: Path) -> None:
-    assert killed(tmp_path / "shelf", 30, 0)["steps"] > 0
+FIRST = "test_a_kill_before_any_call_of_a_save_leaves_the_step_before_or_the_new_one_with_its_bits"
+KILLS = [
+    pytest.param(30, marks=pytest.mark.full(f"tests/checkpoint/test_saves.py::{FIRST}")),
+    pytest.param(1000, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.slow
-def test_a_thousand_kills_fall_into_every_phase_of_a_save(tmp_path: Path) -> None:
-    seen = killed(tmp_path / "shelf", 1000, 1)
-    print(json.dumps(seen))
-    assert min(seen["left"][what] for what in ("nothing", "half a checkpoint", "half of an old one")) > 0
-    assert seen["left"]["all but a name"] > 0
-    assert seen["left"]["a checkpoint that is not the latest yet"] > 0
+@pytest.mark.parametrize("kills", KILLS)
+def test_random_kills_of_one_or_both_of_two_ranks_do_so_too(tmp_path: Path, kills: int) -> None:
+    seen = killed(tmp_path / "shelf", kills, 0)
+    assert seen["steps"] > 0
+    if kills == 1000:
+        print(json.dumps(seen))
+        assert seen["left"].keys() >= PHASES - {"half a pointer"}
 
 
 @contextmanager
 def noted(note: Callable[[str, str], None]) -> Iterator[None]:
     """Have calls that write, synchronise or rename tell `note` what they do to which path, when they have done it."""
-    really: dict[str, Any] = {name: getattr(os, name) for name in ("pwritev", "fsync", "rename")}
 
-    def path_of(fd: int, name: object = "") -> str:
-        return f"{os.readlink(f'/proc/self/fd/{fd}')}{name and f'/{name}'}"
+    def path_of(at: Any) -> str:
+        return os.readlink(f"/proc/self/fd/{at}") if isinstance(at, int) else str(at)
 
-    def written(fd: int, *args: Any) -> Any:
-        path, done = path_of(fd), really["pwritev"](fd, *args)
-        note("write", path)
-        return done
+    def noting(what: str, really: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            folder = kwargs.get("dst_dir_fd")
+            to = args[1] if what == "rename" else args[0]
+            path = path_of(to) if folder is None else f"{path_of(folder)}/{to}"
+            done = really(*args, **kwargs)
+            note(what, path)
+            return done
 
-    def synced(fd: int) -> None:
-        path = path_of(fd)
-        really["fsync"](fd)
-        note("sync", path)
-
-    def renamed(old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        really["rename"](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-        note("rename", str(new) if dst_dir_fd is None else path_of(dst_dir_fd, new))
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, call in (("pwritev", written), ("fsync", synced), ("rename", renamed)):
-            patch.setattr(os, name, call)
+        for name, what in (("pwritev", "write"), ("fsync", "sync"), ("rename", "rename")):
+            patch.setattr(os, name, noting(what, getattr(os, name)))
         yield
 
 

@@ -18,18 +18,25 @@ import torch.distributed as dist
 from live_tensors import live_bytes, live_tensors
 from pool import Pool
 from small_mixtures import mixture
-from test_save_pretrained import VOCAB, model_of, tokens
+from test_export_hf import VOCAB, model_of, tensors, tokens
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training_loops import snapshot, unequal
 
 import dzero
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-safetensors_torch = pytest.importorskip("safetensors.torch")
 
 HOST = {"grad": "host", "master": "host", "moments": "host"}
+ON_DISK = dict.fromkeys(("param", *HOST), "disk")
+
+
+def cut(model: nn.Module, how: dict[str, Any], folder: Path) -> dzero.Sharded:
+    """Shard a model with the settings of a case, of which some are states on tiers."""
+    tiers = dict(how.get("offload", {}))
+    if "disk" in tiers.values():
+        tiers["disk"] = dzero.DiskConfig(paths=[str(folder)])
+    return dzero.shard(model, **how | {"offload": dzero.OffloadConfig(**tiers)})
 
 
 def adapted(**sizes: int) -> nn.Module:
@@ -43,10 +50,9 @@ def adapted(**sizes: int) -> nn.Module:
     return model
 
 
-def own(ranks: int, **degrees: int) -> Any:
+def own(**degrees: int) -> Any:
     """The project's llama, cut along tp or pp."""
-    model = own_models.llama(VOCAB + 3)
-    return dzero.parallelize(model, dzero.make_mesh("cpu", **degrees)) if degrees else model
+    return dzero.parallelize(own_models.llama(VOCAB + 3), dzero.make_mesh("cpu", **degrees))
 
 
 def own_mixture(ranks: int) -> Any:
@@ -60,35 +66,21 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "mixtral": lambda ranks: mixture("mixtral"),
     "adapters": lambda ranks: adapted(),
     "adapters, wide": lambda ranks: adapted(hidden_size=64),
-    "own": own,
     "own mixture, ep": own_mixture,
-    "own, tp": lambda ranks: own(ranks, tp=2),
-    "own, pp": lambda ranks: own(ranks, pp=2),
-    "own, tp, dp": lambda ranks: own(ranks, tp=2, shard=2),
+    "own, pp": lambda ranks: own(pp=2),
+    "own, tp, dp": lambda ranks: own(tp=2, shard=2),
 }
 
 
-def files_in(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: value
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, value in safetensors_torch.load_file(file).items()
-    }
-
-
-def got(rank: int, ranks: int, model: str, folder: Path, merge: bool, how: dict[str, Any]) -> dict[str, Tensor]:
-    """Return what every rank is given, after rank 0 has seen the same in files."""
+def got(rank: int, ranks: int, model: str, folder: Path, how: dict[str, Any]) -> dict[str, Tensor]:
+    """Return what every rank is given, after it has seen the same in files."""
     torch.manual_seed(0)
-    how = dict(how)
-    if (offload := how.pop("offload", None)) is not None:
-        disk = {"disk": dzero.DiskConfig(paths=[str(folder.parent)])} if "disk" in offload.values() else {}
-        how["offload"] = dzero.OffloadConfig(**offload, **disk)
-    sharded = dzero.shard(MODELS[model](ranks), **how)
+    merge = how.pop("merge", True)
+    sharded = cut(MODELS[model](ranks), how, folder.parent)
     found = dict(dzero.weights(sharded, merge=merge))
     dzero.save_pretrained(sharded, folder, merge=merge and "adapters" in model, shard_bytes=20_000)
     dist.barrier()
-    want = files_in(folder)
-    assert unequal(want, found) == []
+    assert unequal(tensors(folder), found) == []
     assert all(value.is_contiguous() and not value.requires_grad for value in found.values())
     storages = [value.untyped_storage().data_ptr() for value in found.values() if value.numel()]
     assert len({*storages}) == len(storages) or "mix" in model
@@ -97,15 +89,13 @@ def got(rank: int, ranks: int, model: str, folder: Path, merge: bool, how: dict[
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 2, {"stage": 0, "precision": "fp32"}),
-    ("llama", 2, {"stage": 2, "precision": "bf16"}),
     ("llama", 2, {"stage": 3, "precision": "bf16", "offload": HOST | {"param": "host"}}),
-    ("gpt2, tied", 2, {"stage": 3, "precision": "fp32", "offload": dict.fromkeys(HOST | {"param": ""}, "disk")}),
-    ("mixtral", 2, {"stage": 3, "precision": "bf16"}),
+    ("gpt2, tied", 2, {"stage": 3, "precision": "fp32", "offload": ON_DISK}),
     ("adapters", 2, {"stage": 3, "precision": "bf16"}),
+    ("mixtral", 2, {"stage": 3, "precision": "bf16"}),
     ("adapters, wide", 2, {"stage": 2, "precision": dzero.PrecisionConfig(frozen="int8")}),
-    ("own", 2, {"stage": 3}),
+    ("adapters", 2, {"stage": 3, "merge": False}),
     ("own mixture, ep", 2, {"stage": 3}),
-    ("own, tp", 2, {"stage": 0}),
     ("own, pp", 2, {"stage": 1}),
     ("own, tp, dp", 4, {"stage": 3}),
 ]
@@ -116,60 +106,42 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 def test_every_rank_gets_what_save_pretrained_writes(
     pool: Pool, tmp_path: Path, model: str, ranks: int, how: dict[str, Any]
 ) -> None:
-    first, *others = pool.run(got, ranks, model, tmp_path / "out", True, how)
+    first, *others = pool.run(got, ranks, model, tmp_path / "out", how)
     assert all(unequal(first, other) == [] for other in others)
+    assert all(".lora_" in name for name in first) == (how.get("merge") is False)
 
 
-def test_without_merging_the_adapter_alone_is_given(pool: Pool, tmp_path: Path) -> None:
-    first, other = pool.run(got, 2, "adapters", tmp_path / "out", False, {"stage": 3})
-    assert unequal(first, other) == []
-    assert all(".lora_" in name for name in first)
+def trained(rank: int, cell: dict[str, Any], folder: Path, *, takes: bool) -> dict[str, Tensor]:
+    """All states after three steps, before each of which some or all weights may be taken and spoilt."""
+    sharded = cut(model_of("gpt2"), cell, folder)
+    optim, seen = dzero.AdamW(sharded, lr=1e-2), list[dict[str, Tensor]]()
+    for step in range(3):
+        sharded.model(tokens() + rank, labels=tokens()).loss.backward()
+        optim.step()
+        optim.synchronize()  # also sends what overlap=delayed holds back, as weights() does
+        if takes:
+            seen.append({name: tensor.clone() for name, tensor in dzero.weights(sharded)})
+            for index, (_, tensor) in enumerate(dzero.weights(sharded)):
+                tensor.fill_(7.0)
+                if index == 2 + step:
+                    break
+    if takes:
+        assert all(unequal(a, b) != [] for a, b in pairwise(seen))
+        dzero.save_pretrained(sharded, folder / "saved")
+        dist.barrier()
+        assert unequal(tensors(folder / "saved"), seen[-1]) == []
+    return snapshot(sharded, optim)
 
 
-def trains(rank: int, ranks: int, folder: str, cells: list[dict[str, Any]]) -> list[list[str]]:
-    """What differs, after three steps, if weights are taken and spoilt before each, some or all of them."""
-    found = []
-    for cell in cells:
-        ends = []
-        for takes in (False, True):
-            tiers = dict(cell.get("offload", {}))
-            disk = {"disk": dzero.DiskConfig(paths=[folder])} if "disk" in tiers.values() else {}
-            sharded = dzero.shard(
-                model_of("gpt2"),
-                stage=cell["stage"],
-                precision=cell["precision"],
-                offload=dzero.OffloadConfig(**tiers, **disk),
-            )
-            optim = dzero.AdamW(sharded, lr=1e-2)
-            seen: list[dict[str, Tensor]] = []
-            for step in range(3):
-                sharded.model(tokens() + rank, labels=tokens()).loss.backward()
-                optim.step()
-                optim.synchronize()  # also sends what overlap=delayed holds back, as weights() does
-                if takes:
-                    each = dzero.weights(sharded)
-                    seen.append({name: tensor.clone() for name, tensor in each})
-                    for index, (_, tensor) in enumerate(dzero.weights(sharded)):
-                        tensor.fill_(7.0)
-                        if index == 2 + step:
-                            break
-            if takes:
-                assert all(unequal(a, b) != [] for a, b in pairwise(seen))
-                folder_of_all = Path(folder) / f"saved_{len(found)}"
-                dzero.save_pretrained(sharded, folder_of_all)
-                dist.barrier()
-                assert unequal(files_in(folder_of_all), seen[-1]) == []
-            ends.append(snapshot(sharded, optim))
-        found.append(unequal(*ends))
-    return found
+def with_and_without(rank: int, ranks: int, cell: dict[str, Any], folder: Path) -> list[str]:
+    return unequal(*(trained(rank, cell, folder, takes=takes) for takes in (False, True)))
 
 
 CELLS: list[dict[str, Any]] = [
     {"stage": 3, "precision": "bf16", "offload": HOST | {"overlap": "delayed", "delay_warmup_steps": 1}},
     {"stage": 0, "precision": "bf16"},
-    {"stage": 1, "precision": "fp32"},
-    {"stage": 2, "precision": "bf16", "offload": HOST},
-    {"stage": 3, "precision": "bf16", "offload": dict.fromkeys(HOST | {"param": ""}, "disk")},
+    {"stage": 2, "precision": "fp32", "offload": HOST},
+    {"stage": 3, "precision": "bf16", "offload": ON_DISK},
 ]
 
 
@@ -178,7 +150,7 @@ CELLS: list[dict[str, Any]] = [
 def test_training_goes_on_with_the_same_bits_whatever_is_done_to_the_tensors(
     pool: Pool, tmp_path: Path, cell: dict[str, Any]
 ) -> None:
-    assert pool.run(trains, 2, str(tmp_path), [cell]) == [[[]]] * 2
+    assert pool.run(with_and_without, 2, cell, tmp_path) == [[], []]
 
 
 def peak(rank: int, ranks: int, kind: str) -> tuple[int, int, int]:
@@ -215,40 +187,34 @@ def test_memory_is_bounded_by_a_unit(pool: Pool, kind: str) -> None:
         assert largest <= used <= unit
 
 
-def refusals(rank: int, ranks: int, folder: str) -> list[str]:
+def told(call: Callable[[], object]) -> str:
+    """What is said of a call that is refused."""
+    with pytest.raises((RuntimeError, ValueError)) as refused:
+        call()
+    return str(refused.value)
+
+
+def refusals(rank: int, ranks: int, folder: Path) -> list[str]:
     sharded = dzero.shard(model_of("llama"), stage=3)
-    optim = dzero.AdamW(sharded)
-    told = []
-    each = dzero.weights(sharded)
+    optim, each = dzero.AdamW(sharded), dzero.weights(sharded)
     next(each)
     sharded.model(tokens(), labels=tokens()).loss.backward()
     optim.step()
-    with pytest.raises(RuntimeError) as changed:
-        next(each)
-    told.append(str(changed.value))
-    each = dzero.weights(sharded)
+    changed, each = told(lambda: next(each)), dzero.weights(sharded)
     next(each)
     sharded.park()
-    with pytest.raises(RuntimeError) as amid:
-        next(each)
-    told.append(str(amid.value))
-    for call in (lambda: dzero.weights(sharded), lambda: dzero.save_pretrained(sharded, f"{folder}/saved")):
-        with pytest.raises(RuntimeError) as parked:
-            call()
-        told.append(str(parked.value))
+    parked = [told(lambda: next(each)), told(lambda: dzero.weights(sharded))]
+    parked.append(told(lambda: dzero.save_pretrained(sharded, folder / "saved")))
     sharded.unpark()
     model = adapted()
     model.peft_config["default"].init_lora_weights = "pissa"
-    with pytest.raises(ValueError, match="init_lora_weights") as unsaved:
-        dzero.weights(dzero.shard(model), merge=False)
-    told.append(str(unsaved.value))
-    return told
+    return [changed, *parked, told(lambda: dzero.weights(dzero.shard(model), merge=False))]
 
 
 def test_what_cannot_be_right_is_refused(pool: Pool, tmp_path: Path) -> None:
-    for changed, *parked, unsaved in pool.run(refusals, 2, str(tmp_path)):
+    for changed, *parked, unsaved in pool.run(refusals, 2, tmp_path):
         assert changed.startswith("weights changed since weights() was called")
-        assert all("call sharded.unpark() first" in told for told in parked)
+        assert all("call sharded.unpark() first" in each for each in parked)
         assert "init_lora_weights='pissa' changed the model's own weights" in unsaved
     assert [*tmp_path.iterdir()] == []
 
@@ -258,47 +224,28 @@ def on_some_ranks(rank: int, ranks: int) -> str:
     if rank == 2:
         return ""
     sharded = dzero.shard(model_of("llama"), stage=3, mesh=dzero.take_mesh(mesh, {"shard": "dp"}))
-    with pytest.raises(ValueError, match="weights") as told:
-        dzero.weights(sharded)
-    return str(told.value)
+    return told(lambda: dzero.weights(sharded))
 
 
 def test_a_model_on_some_of_the_ranks_is_refused(pool: Pool) -> None:
-    for told in pool.run(on_some_ranks, 3)[:2]:
-        assert told.startswith("weights() of a model on 2 of the 3 ranks of the process group")
+    for said in pool.run(on_some_ranks, 3)[:2]:
+        assert said.startswith("weights() of a model on 2 of the 3 ranks of the process group")
 
 
-def plain(rank: int, ranks: int) -> list[str]:
-    """What differs from the whole parameters of a model that is nobody's."""
+def plain(rank: int, ranks: int) -> list[list[str]]:
+    """What differs from the whole parameters of a model that is nobody's, as it is and compiled as a whole."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    want = {name: value.clone() for name, value in model.state_dict().items()}
-    return unequal(want, dict(dzero.weights(dzero.shard(model, stage=3, precision="fp32"))))
+    found = []
+    for wrap in (lambda model: model, partial(torch.compile, backend="eager")):
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        want = {name: value.clone() for name, value in model.state_dict().items()}
+        sharded: Any = dzero.shard(wrap(model), stage=3, precision="fp32")
+        found.append(unequal(want, dict(dzero.weights(sharded))))
+    return found
 
 
 def test_a_model_of_ones_own_has_its_own_names(pool: Pool) -> None:
-    assert pool.run(plain, 2) == [[], []]
-
-
-def wrapped(rank: int, ranks: int, folder: Path) -> list[Any]:
-    """Names of a model with compiled or checkpointed layers, or compiled as a whole, that differ from its own."""
-    own = model_of("llama").state_dict().keys()
-    found: list[Any] = []
-    for wrap in (partial(torch.compile, backend="eager"), checkpoint_wrapper):
-        model: Any = model_of("llama")
-        for index, layer in enumerate(model.model.layers):
-            model.model.layers[index] = wrap(layer)
-        sharded = dzero.shard(model, stage=3)
-        given = dict(dzero.weights(sharded))
-        dzero.save_pretrained(sharded, folder / str(len(found)))
-        dist.barrier()
-        found += [given.keys() ^ own, unequal(files_in(folder / str(len(found))), given)]
-    whole = dzero.shard(torch.compile(model_of("llama"), backend="eager"), stage=3)
-    return [*found, dict(dzero.weights(whole)).keys() ^ own]
-
-
-def test_names_are_without_those_of_torchs_wrappers(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(wrapped, 2, tmp_path) == [[set(), [], set(), [], set()]] * 2
+    assert pool.run(plain, 2) == [[[], []]] * 2
 
 
 def merging(rank: int, ranks: int) -> list[int]:

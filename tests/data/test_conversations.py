@@ -62,23 +62,16 @@ def test_every_layout_becomes_messages(row: dict[str, Any], messages: tuple[dict
     assert conversation(row).messages == messages
 
 
-def test_tools_are_a_list_or_a_string_of_one() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    for given in (tools, json.dumps(tools)):
-        assert conversation({"messages": [*CHAT], "tools": given}).tools == tuple(tools)
-    for given in ("", [], None):
-        assert conversation({"messages": [*CHAT], "tools": given}).tools is None
+FUNCTION = {"name": "f", "parameters": {}}
+TOOL = {"type": "function", "function": FUNCTION}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"conversations": [*CHAT], "tools": '[{"name": "f", "parameters": {}}]'},
-        {"messages": [*CHAT], "functions": [{"name": "f", "parameters": {}}]},
-    ],
-)
-def test_schemas_of_functions_are_wrapped_as_templates_expect(row: dict[str, Any]) -> None:
-    assert conversation(row).tools == ({"type": "function", "function": {"name": "f", "parameters": {}}},)
+def test_tools_are_a_list_or_a_string_of_one_and_schemas_of_functions_are_wrapped() -> None:
+    for given in ({"tools": [TOOL]}, {"tools": json.dumps([TOOL])}, {"functions": [FUNCTION]}):
+        assert conversation({"messages": [*CHAT], **given}).tools == (TOOL,)
+    assert conversation({"conversations": [*CHAT], "tools": json.dumps([FUNCTION])}).tools == (TOOL,)
+    for nothing in ("", [], None):
+        assert conversation({"messages": [*CHAT], "tools": nothing}).tools is None
 
 
 def test_the_completion_is_known_and_text_is_kept() -> None:
@@ -103,12 +96,9 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "'messages' is empty"),
     ({"messages": "Hi"}, "'messages' is a str"),
     ({"messages": [[USER]]}, "messages[0] is a list"),
-    ({"messages": [{}]}, "the role None"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "the role 'wizard'"),
     ({"messages": [{"role": ["user"], "content": "a"}]}, "the role ['user']"),
-    ({"messages": [{"role": "r" * 10_000, "content": "a"}]}, "the role"),
     ({"messages": [USER]}, "none of the 1 messages"),
-    ({"messages": [USER, {"role": "assistant"}]}, "messages[1] has no 'content'"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1] has no 'content'"),
     ({"messages": [USER, {"role": "assistant", "content": 3}]}, "'content' is a int"),
     ({"messages": [USER, {"role": "assistant", "content": ["a"]}]}, "a part of type 'str'"),
@@ -116,9 +106,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "assistant", "content": [{"type": DEEP}]}]}, "deeply"),
     ({"messages": [USER, ANSWER | {"tool_calls": "f()"}]}, "'tool_calls' must be"),
     ({"messages": [USER, ANSWER | {"weight": 0}]}, "'weight': 0"),
-    ({"messages": [USER, ANSWER | {"name": DEEP}]}, "deeply"),
     ({"messages": [USER, ANSWER | {"name": b"x"}]}, "no JSON"),
-    ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "Unicode"),
     ({"messages": [USER, ANSWER | {"name": {"\udfff": 1}}]}, "Unicode"),
     ({"messages": [*CHAT], "tools": "{"}, "'tools' is a string that is not JSON"),
     ({"messages": [*CHAT], "tools": "[" * 100_000}, "deeply"),
@@ -129,7 +117,6 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"conversations": [{"from": "function_call", "value": "[]"}]}, "must be JSON of 'name' and 'arguments'"),
     ({"conversations": [{"from": "tool_call", "value": '{"x": 1}'}]}, "must be JSON of 'name' and 'arguments'"),
     ({"messages": [USER, {"role": "assistant", "function_call": "f"}]}, "messages[1]: 'function_call' must be"),
-    ({"conversations": [{"from": "gpt4", "value": "a"}]}, "the role 'gpt4'"),
     ({"conversations": [USER, ANSWER], "system": 3}, "'system' is a int"),
     ({"prompt": "a", "completion": [ANSWER]}, "a str and a list"),
     ({"prompt": [USER], "completion": [USER]}, "no message of the assistant"),
@@ -137,7 +124,6 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"], "completion": [ANSWER]}, "prompt[0] is a str"),
     ({"prompt": "a\ud800", "completion": "b"}, "Unicode"),
     ({"instruction": 1, "output": "a"}, "'instruction' is a int"),
-    ({"instruction": "a", "output": "b", "input": 3}, "'input' is a int"),
     ({"instruction": "a", "output": "b", "history": "c"}, "'history' must be"),
     ({"instruction": "a", "output": "b", "history": [["c", 1]]}, "'history' must be"),
     ({"question": "a", "answer": {"text": ["b"]}}, "'answer' is a dict"),
@@ -156,13 +142,11 @@ BAD_LINES = {
     b"{": "not JSON",
     b"[1]": "a JSON list",
     b'"text"': "a JSON str",
-    b"null": "a JSON NoneType",
     b"\xff\xfe{}": "not JSON in UTF-8",
     b'{"a": "\xc3"}': "not JSON in UTF-8",
     b'{"a": 1} {"b": 2}': "not JSON",
     b"[" * 200_000: "not JSON",
     b'{"a":' * 200_000: "not JSON",
-    b"1" * 10_000: "not JSON",
     b"\0" * 100: "not JSON",
 }
 
@@ -196,18 +180,18 @@ def test_rows_of_parquet_come_without_the_nulls_that_arrow_adds(tmp_path: Path) 
     assert read[-1].read_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
-ROWS: list[dict[str, Any]] = [{"messages": [*CHAT], "n": 1}, {"messages": [ANSWER, USER], "n": 22}, {"a": "]},[é"}]
-
-
 @pytest.mark.parametrize("indent", [None, 2])
 def test_an_array_has_the_rows_of_its_lines(tmp_path: Path, indent: int | None) -> None:
     """The array is longer than what is read of it at once, a MiB, and its rows than a block of a file."""
-    many = [{**row, "pad": "é" * (number * 37 % 7000)} for number, row in enumerate(ROWS * 200)]
-    (tmp_path / "a.json").write_text(json.dumps(many, indent=indent, ensure_ascii=False), encoding="utf-8")
+    kinds: list[Any] = [{"messages": [*CHAT], "n": 1}, {"messages": [ANSWER, USER], "n": 22}, {"a": "]},[é"}]
+    many = [{**row, "pad": "é" * (number * 37 % 7000)} for number, row in enumerate(kinds * 200)]
+    (tmp_path / "a.json").write_text(json.dumps([3, *many], indent=indent, ensure_ascii=False), encoding="utf-8")
     assert (tmp_path / "a.json").stat().st_size > 3 << 20
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, many)))
-    assert [(row.value, row.where, row.problem) for row in rows(tmp_path / "a.json")] == [
-        (row, f"a.json element {index}", "") for index, row in enumerate(many)
+    bad, *found = rows(tmp_path / "a.json")
+    assert (bad.value, bad.problem) == ({}, "the element is a JSON int, not an object with keys")
+    assert [(row.value, row.where, row.problem) for row in found] == [
+        (row, f"a.json element {index + 1}", "") for index, row in enumerate(many)
     ]
     assert [row.value for row in rows(tmp_path / "lines.json")] == many
 
@@ -239,13 +223,6 @@ def test_a_damaged_array_is_refused_at_its_element(tmp_path: Path, text: bytes) 
         rows(tmp_path / "a.json")
 
 
-def test_an_element_that_is_no_object_is_a_bad_row_and_not_the_end(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"n": 1}, 3, {"n": 2}]')
-    first, bad, last = rows(tmp_path / "a.json")
-    assert (first.value, bad.value, last.value) == ({"n": 1}, {}, {"n": 2})
-    assert bad.problem == "the element is a JSON int, not an object with keys"
-
-
 def test_json_files_of_a_folder_are_read_by_a_glob(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"n": 1}]')
     with pytest.raises(FileNotFoundError, match=r"its \.json files are read by data\.path='.*/\*\.json'"):
@@ -257,11 +234,7 @@ def test_json_files_of_a_folder_are_read_by_a_glob(tmp_path: Path) -> None:
 
 def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    for name, says in {
-        "a.txt": "are rows of",
-        "a.parquet": "no readable .parquet file",
-        "a.npy": "are rows of",
-    }.items():
+    for name, says in (("a.txt", "are rows of"), ("a.npy", "are rows of"), ("a.parquet", "no readable .parquet file")):
         (tmp_path / name).write_text("PAR1 Hello PAR1")
         with pytest.raises(ValueError, match=says):
             rows(tmp_path / name)

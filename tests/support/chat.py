@@ -65,7 +65,8 @@ def tokenizer_json(bos: bool) -> str:
     tokenizer.train_from_iterator(SENTENCES, trainer)
     if bos:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.enable_truncation(4)  # which no sample may suffer
+    tokenizer.enable_truncation(4)  # which no sample may suffer, nor padding
+    tokenizer.enable_padding(length=64)
     return str(tokenizer.to_str())
 
 
@@ -85,3 +86,9 @@ def turns(*contents: str, system: str | None = None) -> dict[str, Any]:
     first = [] if system is None else [{"role": "system", "content": system}]
     roles = ("user", "assistant")
     return {"messages": first + [{"role": roles[i % 2], "content": each} for i, each in enumerate(contents)]}
+
+
+NO_TAGS = without_tags(CHATML)
+MESSAGES = turns("Hi", "Hello", "and", "so")["messages"]
+ROW = turns("What is 你好?", "It is 🎉 Paris.\n", "hello again", "Hello 日本語 there!", system="Be brief.")
+THOUGHT = turns("What?", "<think>\nhm\n</think>\n\nParis", "and?", "<think>\nso\n</think>\n\nagain")

@@ -23,25 +23,41 @@ from dzero.data.stream import SequenceStream, evaluation_batches
 from dzero.data.tokens import Tokens
 
 T = 4
-WINDOWS = 23
-# Token i is the number i, so that the first input of a window tells which window it is.
+SIZES = {"a": 23, "b": 7, "c": 40}
+WEIGHTS = [0.5, 0.2, 0.3]
+WINDOWS = SIZES["a"]
 TOKENS = np.arange(WINDOWS * T + 3, dtype=np.int32)
+ONE = TextSequences(TOKENS, T)
 
 
-def stream(
-    rank: int = 0, ranks: int = 1, *, microbatch: int = 2, shuffle: bool = True, seed: int = 5
-) -> SequenceStream:
-    return SequenceStream(
-        TextSequences(TOKENS, T), microbatch_sequences=microbatch, rank=rank, ranks=ranks, seed=seed, shuffle=shuffle
-    )
+def mixed(weights: list[float] | None = WEIGHTS, sizes: dict[str, int] = SIZES) -> MixedSequences:
+    """Token i of source j is 1000 j + i, so that the first token of a sequence tells its source and number."""
+    numbered = {name: 1000 * [*SIZES].index(name) + np.arange(size * T + 1) for name, size in sizes.items()}
+    return MixedSequences({name: TextSequences(tokens, T) for name, tokens in numbered.items()}, weights)
 
 
-def step(streams: list[SequenceStream]) -> list[int]:
-    """The windows one step of all ranks takes, in rank order."""
-    return [int(row[0]) // T for each in streams for row in each.next()[0]]
+SEQUENCES = {"one": ONE, "several": mixed()}
+"""Those of the source a alone, and of all three."""
 
 
-def test_inputs_and_targets_are_the_window_and_its_shift():
+def stream(rank: int = 0, ranks: int = 1, of: Any = ONE, **options: Any) -> SequenceStream:
+    given = {"microbatch_sequences": 2, "seed": 5, **options}
+    return stream_over(SEQUENCES[of] if isinstance(of, str) else of, rank=rank, ranks=ranks, **given)
+
+
+def step(streams: list[SequenceStream]) -> list[tuple[str, int]]:
+    """Source and number of the windows that a step of all ranks takes, in rank order."""
+    firsts = [int(row[0]) for each in streams for row in each.next().tokens]
+    return [([*SIZES][first // 1000], first % 1000 // T) for first in firsts]
+
+
+def in_order(count: int, **options: Any) -> list[tuple[str, int]]:
+    """What one rank takes, a window at a time."""
+    alone = stream(microbatch_sequences=1, **options)
+    return [each for _ in range(count) for each in step([alone])]
+
+
+def test_inputs_and_targets_are_the_window_and_its_shift() -> None:
     inputs, targets, _ = stream(shuffle=False).next()
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -50,21 +66,20 @@ def test_inputs_and_targets_are_the_window_and_its_shift():
     assert targets.is_contiguous()
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3, 7, 64, 65, 1000, 4096, 4097])
-def test_the_order_of_an_epoch_is_a_permutation(windows):
-    for seed, epoch in itertools.product((0, 2**70), (0, 1)):
+def test_the_order_of_an_epoch_is_a_permutation() -> None:
+    for windows, seed, epoch in itertools.product((1, 2, 3, 7, 64, 65, 1000, 4096, 4097), (0, 2**70), (0, 1)):
         order = shuffled(np.arange(windows), windows=windows, seed=seed, epoch=epoch)
         assert np.array_equal(np.sort(order), np.arange(windows))
 
 
-def test_the_order_of_a_huge_epoch_costs_no_memory_and_repeats_nothing():
+def test_the_order_of_a_huge_epoch_costs_no_memory_and_repeats_nothing() -> None:
     windows = 10**12 + 39
     order = shuffled(np.arange(windows - 5000, windows), windows=windows, seed=1, epoch=0)
     assert len(set(order.tolist())) == 5000
     assert 0 <= order.min() <= order.max() < windows
 
 
-def test_the_order_looks_random():
+def test_the_order_looks_random() -> None:
     """Chi-squared of (position, window) in a 16 x 16 grid, 225 degrees of freedom: mean 225, deviation 21."""
     windows, orders = 1009, 40
     grid = np.zeros((16, 16))
@@ -78,139 +93,115 @@ def test_the_order_looks_random():
     assert np.abs(np.corrcoef(neighbours[:-1], neighbours[1:])[0, 1] + 0.5) < 0.1  # -1/2 for independent draws
 
 
-def test_the_order_never_changes_between_versions():
+def test_the_order_never_changes_between_versions() -> None:
     """Frozen values: a resume after an upgrade must find the order it left."""
     assert shuffled(np.arange(10), windows=10, seed=7, epoch=3).tolist() == [7, 1, 8, 0, 5, 4, 9, 2, 3, 6]
 
 
+@pytest.mark.parametrize("of", SEQUENCES)
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_window_exactly_once_per_epoch_in_one_order_for_any_ranks(ranks, shuffle):
-    """Also where a step is larger than the corpus."""
-    alone = stream(microbatch=1, shuffle=shuffle)
-    order = [window for _ in range(4 * WINDOWS) for window in step([alone])]
-    for microbatch in (2, 40):
-        streams = [stream(rank, ranks, microbatch=microbatch, shuffle=shuffle) for rank in range(ranks)]
-        seen = [window for _ in range(-(-3 * WINDOWS // (microbatch * ranks))) for window in step(streams)]
-        assert seen[: 3 * WINDOWS] == order[: 3 * WINDOWS]
-        for epoch in range(3):
-            assert sorted(seen[epoch * WINDOWS : (epoch + 1) * WINDOWS]) == list(range(WINDOWS))
+def test_the_order_does_not_depend_on_ranks_or_steps(of: str, shuffle: bool) -> None:
+    """Also where a step is larger than a source."""
+    order = in_order(240, of=of, shuffle=shuffle)
+    for ranks, microbatch in ((1, 2), (2, 5), (3, 2), (4, 10), (3, 40)):
+        options = {"of": of, "shuffle": shuffle, "microbatch_sequences": microbatch}
+        streams = [stream(rank, ranks, **options) for rank in range(ranks)]
+        seen = [each for _ in range(240 // (ranks * microbatch)) for each in step(streams)]
+        assert seen == order[: len(seen)]
 
 
-def test_epochs_and_seeds_differ_and_the_same_seed_repeats():
-    def epoch(number: int, seed: int) -> list[int]:
-        each = stream(microbatch=1, seed=seed)
-        each.samples = number * WINDOWS
-        return [window for _ in range(WINDOWS) for window in step([each])]
+@pytest.mark.parametrize("of", SEQUENCES)
+def test_every_window_once_in_each_epoch_of_its_source_in_a_new_order(of: str) -> None:
+    seen = in_order(600, of=of)
+    taken = dict(zip(SIZES, (300, 120, 180), strict=True)) if of == "several" else {"a": 600}
+    for name, count in taken.items():
+        numbers, size = [number for each, number in seen if each == name], SIZES[name]
+        assert len(numbers) == count
+        epochs = [numbers[at : at + size] for at in range(0, count - size + 1, size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert epochs[0] != epochs[1]
+    assert seen != in_order(600, of=of, seed=6)
 
-    assert epoch(0, 5) == epoch(0, 5)
-    assert epoch(0, 5) != epoch(1, 5)
-    assert epoch(0, 5) != epoch(0, 6)
 
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (2, 3), (3, 4)])
-def test_resume_on_other_ranks_sees_every_sample_once(before, after):
-    streams = [stream(rank, before) for rank in range(before)]
-    seen = [window for _ in range(3) for window in step(streams)]
-    states = [each.state_dict() for each in streams]
-    assert all(state == states[0] for state in states)
-    assert all(type(value) is int for value in states[0].values())
-    resumed = [stream(rank, after, microbatch=3) for rank in range(after)]
+@pytest.mark.parametrize("of", SEQUENCES)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (2, 3)])
+def test_a_resume_continues_at_the_window_on_any_ranks(of: str, before: int, after: int) -> None:
+    wanted = in_order(2 * before * 7 + 60, of=of)
+    streams = [stream(rank, before, of) for rank in range(before)]
+    seen = [each for _ in range(7) for each in step(streams)]
+    state = json.loads(json.dumps(streams[0].state_dict()))
+    assert all(each.state_dict() == state for each in streams)
+    resumed = [stream(rank, after, of) for rank in range(after)]
     for each in resumed:
-        each.load_state_dict(states[0])
-    while len(seen) < 2 * WINDOWS:
+        each.load_state_dict(state)
+    while len(seen) < len(wanted):
         seen += step(resumed)
-    assert sorted(seen[:WINDOWS]) == sorted(seen[WINDOWS : 2 * WINDOWS]) == list(range(WINDOWS))
+    assert seen[: len(wanted)] == wanted
 
 
-def test_a_state_of_other_data_or_settings_is_refused_and_changes_nothing():
+def test_a_state_of_other_data_or_settings_is_refused_and_changes_nothing() -> None:
     state = stream().state_dict() | {"position": 9}
     changed = TOKENS.copy()
     changed[50] += 1
     others = {
-        "crc32": SequenceStream(TextSequences(changed, T), microbatch_sequences=2, rank=0, ranks=1, seed=5),
-        "windows": SequenceStream(TextSequences(TOKENS[:-8], T), microbatch_sequences=2, rank=0, ranks=1, seed=5),
-        "sequence_tokens": SequenceStream(TextSequences(TOKENS, 5), microbatch_sequences=2, rank=0, ranks=1, seed=5),
-        "seed": stream(seed=6),
-        "shuffle": stream(shuffle=False),
+        "the samples or": stream(of=TextSequences(changed, T)),
+        "windows was": stream(of=TextSequences(TOKENS[:-8], T)),
+        "sequence_tokens was": stream(of=TextSequences(TOKENS, 5)),
+        "seed was": stream(seed=6),
+        "shuffle was": stream(shuffle=False),
+        "another number of sources": stream(of="several"),
     }
-    for key, other in others.items():
-        with pytest.raises(ValueError, match="the samples or" if key == "crc32" else f"{key} was"):
+    for says, other in others.items():
+        with pytest.raises(ValueError, match=says):
             other.load_state_dict(state)
         assert other.samples == 0
-    with pytest.raises(ValueError, match="lacks"):
-        stream().load_state_dict({"epoch": 0})
-    with pytest.raises(ValueError, match="positions are 0 to 22"):
-        stream().load_state_dict(state | {"position": WINDOWS})
+    for wrong, says in (
+        ({"epoch": 0}, "lacks"),
+        (state | {"position": WINDOWS}, "positions are 0 to 22"),
+        (stream(of="several").state_dict(), "saved over other data"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            stream().load_state_dict(wrong)
 
 
-def test_too_few_tokens_and_impossible_slices_are_errors_that_name_the_tokens():
-    short = Tokens((TOKENS[:T],), "poem.txt")
+def test_too_few_tokens_and_impossible_slices_are_errors_that_name_the_tokens() -> None:
     with pytest.raises(ValueError, match=r"poem\.txt: too short, 4 tokens"):
-        SequenceStream(TextSequences(short, T), microbatch_sequences=1, rank=0, ranks=1, seed=0)
+        stream(of=TextSequences(Tokens((TOKENS[:T],), "poem.txt"), T))
     with pytest.raises(ValueError, match="rank=2 of ranks=2"):
         stream(2, 2)
     with pytest.raises(ValueError, match="microbatch_sequences=0"):
-        stream(microbatch=0)
+        stream(microbatch_sequences=0)
     with pytest.raises(ValueError, match="1-D integers"):
-        SequenceStream(TextSequences(TOKENS.astype(float), T), microbatch_sequences=1, rank=0, ranks=1, seed=0)
+        stream(of=TextSequences(TOKENS.astype(float), T))
+
+
+def evaluated(rank: int, ranks: int, microbatch: int = 2, **most: int) -> list[Any]:
+    return [*evaluation_batches(ONE, microbatch_sequences=microbatch, rank=rank, ranks=ranks, **most)]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_evaluation_takes_equal_steps_and_no_window_twice(ranks):
-    def evaluated(rank: int, of: int, **most: int) -> list[Any]:
-        return [*evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=2, rank=rank, ranks=of, **most)]
-
+def test_evaluation_takes_equal_steps_and_no_window_twice(ranks: int) -> None:
     batches = [evaluated(rank, ranks) for rank in range(ranks)]
     steps = WINDOWS // (2 * ranks)
     assert [len(each) for each in batches] == [steps] * ranks
-    seen = [int(row[0]) // T for at in range(steps) for rank in range(ranks) for row in batches[rank][at][0]]
+    seen = [int(row[0]) // T for at in range(steps) for rank in range(ranks) for row in batches[rank][at].tokens]
     assert seen == sorted(set(seen))
     assert len(seen) == steps * 2 * ranks
     few = [int(row[0]) // T for batch in evaluated(0, 1, max_batches=2) for row in batch.tokens]
     assert few == [0, 5, 11, 17], "spread over the whole run"
 
 
-def test_evaluation_without_one_full_step_takes_every_sequence_and_counts_nothing_else():
-    ranks = [evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=12, rank=r, ranks=2) for r in range(2)]
-    rows = [row for (batch,) in ranks for row in zip(batch.tokens, batch.targets, strict=True)]
+def test_evaluation_without_one_full_step_takes_every_sequence_and_counts_nothing_else() -> None:
+    batches = [batch for rank in range(2) for batch in evaluated(rank, 2, 12)]
+    rows = [row for batch in batches for row in zip(batch.tokens, batch.targets, strict=True)]
     assert len(rows) == 24
     assert [int(tokens[0]) // T for tokens, _ in rows[:WINDOWS]] == [*range(WINDOWS)]
     assert rows[WINDOWS][1].tolist() == [IGNORED] * T
     with pytest.raises(ValueError, match="max_batches=0"):
-        evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=1, rank=0, ranks=1, max_batches=0)
+        evaluated(0, 1, max_batches=0)
 
 
 # Of several sources
-
-SIZES = {"a": 23, "b": 7, "c": 40}
-
-
-WEIGHTS = [0.5, 0.2, 0.3]
-
-
-ORIGIN = {name: 1000 * number for number, name in enumerate(SIZES)}
-
-
-def mixed(weights: list[float] | None = None, sizes: dict[str, int] = SIZES) -> MixedSequences:
-    """Token i of source j is 1000 j + i, so that the first token of a sequence tells its source and number."""
-    sources = {
-        name: TextSequences(ORIGIN[name] + np.arange(size * T + 1, dtype=np.int32), T) for name, size in sizes.items()
-    }
-    return MixedSequences(sources, weights)
-
-
-def mixed_stream(
-    rank: int = 0, ranks: int = 1, *, microbatch: int = 2, seed: int = 5, **changes: Any
-) -> SequenceStream:
-    sequences = mixed(**{"weights": WEIGHTS, **changes})
-    return stream_over(sequences, microbatch_sequences=microbatch, rank=rank, ranks=ranks, seed=seed)
-
-
-def mixed_step(streams: list[SequenceStream]) -> list[tuple[str, int]]:
-    """Source and number of the sequences that a step of all ranks takes, in rank order."""
-    firsts = [int(row[0]) for each in streams for row in each.next().tokens]
-    return [([*SIZES][first // 1000], first % 1000 // T) for first in firsts]
 
 
 @pytest.mark.parametrize(
@@ -233,71 +224,31 @@ def test_every_stretch_of_samples_has_the_exact_shares(weights: list[float]) -> 
 def test_weights_are_taken_as_written_and_by_their_proportions() -> None:
     assert shares_of([0.7, 0.3]) == shares_of([70, 30]) == [7, 3]
     assert shares_of([0.1, 0.2, 0.7]) == [1, 2, 7]
-    assert shares_of([23, 7, 40]) == mixed().shares
-
-
-def test_every_sequence_of_a_source_once_in_each_of_its_epochs_in_a_new_order() -> None:
-    one = mixed_stream(microbatch=10)
-    seen = [each for _ in range(60) for each in mixed_step([one])]
-    assert {name: sum(each == name for each, _ in seen) for name in SIZES} == {"a": 300, "b": 120, "c": 180}
-    for name, size in SIZES.items():
-        numbers = [number for each, number in seen if each == name]
-        epochs = [numbers[at : at + size] for at in range(0, len(numbers) - size + 1, size)]
-        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
-        assert epochs[0] != epochs[1]
-
-
-def test_every_step_has_the_proportions_and_the_order_does_not_depend_on_ranks() -> None:
-    alone = mixed_stream(microbatch=1)
-    wanted = [each for _ in range(240) for each in mixed_step([alone])]
-    for ranks, microbatch in ((2, 5), (4, 10), (3, 10)):
-        streams = [mixed_stream(rank, ranks, microbatch=microbatch) for rank in range(ranks)]
-        steps = [mixed_step(streams) for _ in range(240 // (ranks * microbatch))]
-        assert [each for found in steps for each in found] == wanted[: len(steps) * ranks * microbatch]
-        for found in steps:
-            for name, weight in zip(SIZES, WEIGHTS, strict=True):
-                assert abs(sum(each == name for each, _ in found) - weight * len(found)) <= 2
-    assert wanted != [each for _ in range(240) for each in mixed_step([mixed_stream(microbatch=1, seed=6)])]
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 2), (3, 1)])
-def test_a_resume_continues_at_the_sample_on_any_ranks(before: int, after: int) -> None:
-    alone = mixed_stream(microbatch=1)
-    wanted = [each for _ in range(2 * before * 7 + 60) for each in mixed_step([alone])]
-    streams = [mixed_stream(rank, before) for rank in range(before)]
-    seen = [each for _ in range(7) for each in mixed_step(streams)]
-    state = json.loads(json.dumps(streams[0].state_dict()))
-    resumed = [mixed_stream(rank, after) for rank in range(after)]
-    for each in resumed:
-        each.load_state_dict(state)
-    while len(seen) < len(wanted):
-        seen += mixed_step(resumed)
-    assert seen[: len(wanted)] == wanted
+    assert shares_of([23, 7, 40]) == mixed(None).shares
 
 
 def test_a_state_of_other_weights_or_sources_is_refused() -> None:
-    state = mixed_stream().state_dict()
-    for changes, message in (
-        ({"weights": [0.5, 0.3, 0.2]}, "data.weights changed"),
-        ({"sizes": {"a": 23, "b": 7}, "weights": [1.0, 1.0]}, "sources was 3 and is 2"),
-        ({"sizes": {**SIZES, "b": 8}}, "windows was"),
+    state = stream(of="several").state_dict()
+    for other, message in (
+        (mixed([0.5, 0.3, 0.2]), "data.weights changed"),
+        (mixed([1.0, 1.0], {"a": 23, "b": 7}), "sources was 3 and is 2"),
+        (mixed(sizes={**SIZES, "b": 8}), "windows was"),
     ):
         with pytest.raises(ValueError, match=message):
-            mixed_stream(**changes).load_state_dict(state)
-    single = stream_over(TextSequences(np.arange(99), T), microbatch_sequences=1, rank=0, ranks=1, seed=5)
-    assert type(single) is SequenceStream
-    with pytest.raises(ValueError, match="saved over other data"):
-        single.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"lacks .*'sources'.*another number of sources"):
-        mixed_stream().load_state_dict(single.state_dict())
+            stream(of=other).load_state_dict(state)
 
 
 def test_what_is_taken_of_each_source_is_counted_before_a_step() -> None:
-    ranks = [mixed_stream(rank, 2, microbatch=5) for rank in range(2)]
+    ranks = [stream(rank, 2, "several", microbatch_sequences=5) for rank in range(2)]
     total = dict.fromkeys(SIZES, 0)
     for _ in range(6):
-        assert ranks[0].use(2) == ranks[1].use(2)
-        use, taken = ranks[0].use(2), [*mixed_step(ranks), *mixed_step(ranks)]
+        use, taken = ranks[0].use(2), []
+        assert use == ranks[1].use(2)
+        for _ in range(2):
+            found = step(ranks)
+            shares = [sum(each == name for each, _ in found) for name in SIZES]
+            assert all(abs(share - weight * 10) <= 2 for share, weight in zip(shares, WEIGHTS, strict=True))
+            taken += found
         for name, size in SIZES.items():
             total[name] += sum(each == name for each, _ in taken)
             assert use[name].tokens == T * sum(each == name for each, _ in taken)

@@ -22,7 +22,6 @@ from dzero.data.template_process import TemplateProcess, TemplateSettings
 
 templates = pytest.importorskip("transformers.utils.chat_template_utils")
 
-MESSAGES = chat.turns("Hi", "Hello", "and", "so")["messages"]
 OS = "['os'].system('touch ' + canary)"
 UNSAFE: dict[str, str | tuple[str]] = {
     "{{ ''.__class__.__mro__ }}": "'__class__' of 'str' object is unsafe",
@@ -96,7 +95,7 @@ GREEDY = {
     "{{ 10 ** (10 ** 9) }}": "took more than 1 s",
 }
 TEMPLATES = UNSAFE | BROKEN | GREEDY
-SLOW = "{% for i in range(99999) %}{% for j in range(8) %}{% endfor %}{% endfor %}"
+SLOW = "{% for i in range(99999) %}{% for j in range(4) %}{% endfor %}{% endfor %}"
 GOOD = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 
 
@@ -125,32 +124,29 @@ def test_a_hostile_template_fails_in_one_line_and_runs_nothing(
     renderer, canary = process
     says = [*TEMPLATES.values()][number]
     if isinstance(says, tuple):  # nothing fails: what is asked for is not there
-        assert renderer.render(str(number), MESSAGES, None, None) == (*says, [])
+        assert renderer.render(str(number), chat.MESSAGES, None, None) == (*says, [])
     else:
         with pytest.raises(TemplateError, match=re.escape(says)) as error:
-            renderer.render(str(number), MESSAGES, None, None)
+            renderer.render(str(number), chat.MESSAGES, None, None)
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 500
-    assert renderer.render("good", MESSAGES, None, 0)[0] == "Hi</s>Hello</s>and</s>so</s>"
+    assert renderer.render("good", chat.MESSAGES, None, 0)[0] == "Hi</s>Hello</s>and</s>so</s>"
     assert not canary.exists()
 
 
 def test_the_time_is_limited_for_each_conversation_not_for_all(process: tuple[TemplateProcess, Path]) -> None:
     renderer, _ = process
     for _ in range(12):
-        assert renderer.render("slow", MESSAGES, None, None) == ("", [])
+        assert renderer.render("slow", chat.MESSAGES, None, None) == ("", [])
 
 
-SLOW_FIRST = pytest.mark.full(
+@pytest.mark.full(
     "tests/data/inside/test_inside_templates.py::test_a_few_slow_conversations_among_many_are_skipped_each"
 )
-
-
-@SLOW_FIRST
 def test_a_template_that_is_too_slow_for_every_conversation_ends_the_whole(tmp_path: Path) -> None:
     """Of a thousand conversations, one is tried if the first bad one ends the run, and three if they are skipped."""
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    conversations = [conversation_of({"messages": MESSAGES})] * 1000
+    conversations = [conversation_of({"messages": chat.MESSAGES})] * 1000
     encoder = ChatEncoder(chat.write_model(tmp_path, endless), "assistant")
     object.__setattr__(encoder._process.settings, "seconds", 1)
     (found,) = encoder.encode_batch(conversations, stop=True)
@@ -178,22 +174,20 @@ def test_after_an_interrupt_a_reply_is_that_of_its_own_request() -> None:
     renderer = TemplateProcess(TemplateSettings({"good": GOOD, "slow": SLOW}, {}, ["</s>"]))
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        renderer.render("good", MESSAGES, None, None)
+        renderer.render("good", chat.MESSAGES, None, None)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         with pytest.raises(KeyboardInterrupt):
-            renderer.render("slow", MESSAGES, None, None)
+            renderer.render("slow", chat.MESSAGES, None, None)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-    assert renderer.render("good", MESSAGES, None, None)[0] == "Hi</s>Hello</s>and</s>so</s>"
+    assert renderer.render("good", chat.MESSAGES, None, None)[0] == "Hi</s>Hello</s>and</s>so</s>"
     renderer.close()
 
 
 # The turns of the assistant
 
-ROW = chat.turns("What is 你好?", "It is 🎉 Paris.\n", "hello again", "Hello 日本語 there!", system="Be brief.")
 NO_SYSTEM = chat.turns("What is 你好?", "It is 🎉 Paris.", "hello again", "Hello 日本語 there!")
-THOUGHT = chat.turns("What?", "<think>\nhm\n</think>\n\nParis", "and?", "<think>\nso\n</think>\n\nagain")
 SAME = chat.turns("a", "b", "c", "b", "b<|im_end|>", "b")
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "clock"}'}}
 CALLING = {
@@ -212,14 +206,31 @@ WITH_TOOLS = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PLAIN_PROMPT = PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}"
 PHI = (
     "{% for m in messages %}<|header|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|header|>assistant\n{% else %}{{ eos_token }}{% endif %}"
 )
-NO_TAGS = chat.without_tags(chat.CHATML)
+THINKING_PROMPT = chat.THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+THOUGHT = "<think>\nso\n</think>\n\nagain<|im_end|>"
+NOON = "<think>\n\n</think>\n\nIt is noon.<|im_end|>"
+TURNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "llama": (chat.LLAMA, chat.ROW, ["It is 🎉 Paris.<|eot|>", "Hello 日本語 there!<|eot|>"]),
+    "mistral": (chat.MISTRAL, NO_SYSTEM, [" It is 🎉 Paris.</s>", " Hello 日本語 there!</s>"]),
+    "thinking": (chat.THINKING, chat.THOUGHT, ["Paris<|im_end|>", THOUGHT]),
+    "repeats": (chat.THINKING, SAME, ["b<|im_end|>", "b<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"]),
+    "thinking-prompt": (THINKING_PROMPT, chat.THOUGHT, ["Paris<|im_end|>", THOUGHT.removeprefix("<think>\n")]),
+    "thinking-tools": (chat.THINKING, CALLING, ['call {"at": "clock"}<|im_end|>', NOON]),
+    "header": (PLAIN, NO_SYSTEM, ["It is 🎉 Paris.\n", "Hello 日本語 there!\n"]),
+    "plain": (PLAIN_PROMPT, NO_SYSTEM, [" It is 🎉 Paris.\n", " Hello 日本語 there!\n"]),
+    "ends": (chat.NO_TAGS + "</s>", chat.ROW, ["It is 🎉 Paris.\n<|im_end|>", "Hello 日本語 there!<|im_end|>"]),
+    "phi": (PHI, chat.ROW, ["It is 🎉 Paris.\n<|eot|>", "Hello 日本語 there!<|eot|>"]),
+    "tools": (WITH_TOOLS, CALLING, ['call {"at": "clock"}<|im_end|>', "It is noon.<|im_end|>"]),
+}
 
 
 def spans_of(template: str, row: dict[str, Any]) -> list[str]:
+    """The assistant's turns, in what transformers renders."""
     conversation = conversation_of(row)
 
     def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
@@ -240,43 +251,7 @@ def spans_of(template: str, row: dict[str, Any]) -> list[str]:
     return [full[start:end] for start, end in spans]
 
 
-@pytest.mark.parametrize(
-    ("template", "row", "spans"),
-    [
-        (chat.LLAMA, ROW, ["It is 🎉 Paris.<|eot|>", "Hello 日本語 there!<|eot|>"]),
-        (chat.MISTRAL, NO_SYSTEM, [" It is 🎉 Paris.</s>", " Hello 日本語 there!</s>"]),
-        (chat.THINKING, THOUGHT, ["Paris<|im_end|>", "<think>\nso\n</think>\n\nagain<|im_end|>"]),
-        (chat.THINKING, SAME, ["b<|im_end|>", "b<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"]),
-        (
-            chat.THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
-            THOUGHT,
-            ["Paris<|im_end|>", "so\n</think>\n\nagain<|im_end|>"],
-        ),
-        (chat.THINKING, CALLING, ['call {"at": "clock"}<|im_end|>', "<think>\n\n</think>\n\nIt is noon.<|im_end|>"]),
-        (PLAIN, NO_SYSTEM, ["It is 🎉 Paris.\n", "Hello 日本語 there!\n"]),
-        (
-            PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}",
-            NO_SYSTEM,
-            [" It is 🎉 Paris.\n", " Hello 日本語 there!\n"],
-        ),
-        (NO_TAGS + "</s>", ROW, ["It is 🎉 Paris.\n<|im_end|>", "Hello 日本語 there!<|im_end|>"]),
-        (PHI, ROW, ["It is 🎉 Paris.\n<|eot|>", "Hello 日本語 there!<|eot|>"]),
-        (WITH_TOOLS, CALLING, ['call {"at": "clock"}<|im_end|>', "It is noon.<|im_end|>"]),
-    ],
-    ids=[
-        "llama",
-        "mistral",
-        "thinking",
-        "repeats",
-        "thinking-prompt",
-        "thinking-tools",
-        "header",
-        "plain",
-        "ends",
-        "phi",
-        "tools",
-    ],
-)
+@pytest.mark.parametrize(("template", "row", "spans"), TURNS.values(), ids=TURNS)
 def test_turns_are_found_by_prefixes_and_markers(template: str, row: dict[str, Any], spans: list[str]) -> None:
     assert spans_of(template, row) == spans
 
@@ -290,8 +265,7 @@ UNCLEAR = {
 }
 
 
-@pytest.mark.parametrize("number", range(len(UNCLEAR)))
-def test_turns_that_cannot_be_told_are_refused(number: int) -> None:
-    template, says = [*UNCLEAR.items()][number]
+@pytest.mark.parametrize(("template", "says"), UNCLEAR.items(), ids=range(len(UNCLEAR)))
+def test_turns_that_cannot_be_told_are_refused(template: str, says: str) -> None:
     with pytest.raises(TemplateError, match=re.escape(says)):
-        spans_of(template, chat.turns("Hi", "Hello", "and", "so"))
+        spans_of(template, {"messages": chat.MESSAGES})
