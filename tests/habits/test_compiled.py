@@ -7,41 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from models_of_torch import WIDTH, Block, Net
 from pool import Pool
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dzero
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+class Compiled(Net):
+    """A net whose head is not of a class of torch, of which `compile()` makes nothing."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.linear(x)).tanh()
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), Head()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def change(self) -> None:
+        self.head = Block()
 
 
 def blocks(model: Any, counter: Any) -> Any:
@@ -78,7 +57,7 @@ def compiled(
     for given in [None, *settings]:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model, counter = Net(), CompileCounter()
+        model, counter = Compiled(), CompileCounter()
         trained = way(model, counter) if first else model
         if given is None:
             policy = MixedPrecisionPolicy(param_dtype={"fp32": None, "bf16": torch.bfloat16}[settings[0]["precision"]])
@@ -91,7 +70,7 @@ def compiled(
         trained = trained if first else way(model, counter)
         losses = []
         for step in range(3):
-            loss = trained(torch.full((2, 16), 1.0 + step)).square().mean()
+            loss = trained(torch.full((2, 4), 1.0 + step)).square().mean()
             loss.backward()
             optim.step()
             optim.zero_grad()
@@ -103,7 +82,7 @@ def compiled(
 def torchs_own(model: Any, counter: Any) -> Any:
     """As docs/guides/training.md says, because `block.compile()` makes nothing of classes of torch."""
     kinds = {"dropout": 0.0, "batch_first": True}
-    model.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, **kinds) for _ in range(2))
+    model.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, **kinds) for _ in range(3))
     return forwards(model, counter)
 
 
@@ -113,44 +92,28 @@ FP32: list[dict[str, Any]] = [
     {"stage": 2, "precision": "fp32"},
     {"stage": 3, "precision": "fp32"},
 ]
-WAYS = [(way, first) for way in (blocks_and_head, blocks, forwards) for first in (True, False)]
-WHOLE = [(way, first) for way in (in_place, wrapped) for first in (False, True)]
-BLOCKS = "tests/habits/test_compiled.py::test_blocks_in_one_graph_each_are_those_of_fsdp2"
+BLOCKS = [(way, first) for way in (blocks, blocks_and_head, forwards) for first in (True, False)]
+WHOLE = [(way, first) for way in (in_place, wrapped) for first in (True, False)]
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize(("way", "first"), WAYS)
-def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool, way: Callable[[Any, Any], Any], first: bool) -> None:
-    """Compiled before `shard`, or after it."""
-    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32[:1]):
-        for graphs, operations, losses in others:
-            assert [graphs, operations] == of_fsdp2[:2]
-            assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)
+def test_blocks_in_one_graph_each_are_those_of_fsdp2(pool: Pool) -> None:
+    for of_fsdp2, found in pool.run(compiled, 2, blocks_and_head, True, FP32[:1]):
+        assert found[:2] == of_fsdp2[:2]
+        assert found[2] == pytest.approx(of_fsdp2[2], rel=1e-6)
 
 
-@pytest.mark.full(BLOCKS)
-@pytest.mark.parametrize(("way", "first"), WHOLE)
-def test_a_whole_model_breaks_its_graph_where_fsdp2_does(
-    pool: Pool, way: Callable[[Any, Any], Any], first: bool
-) -> None:
-    for of_fsdp2, *others in pool.run(compiled, 2, way, first, FP32[:1]):
-        for graphs, _, losses in others:
-            assert graphs == of_fsdp2[0]
-            assert losses == pytest.approx(of_fsdp2[2], rel=1e-6)
-
-
-@pytest.mark.full(BLOCKS)
+@pytest.mark.full("tests/habits/test_compiled.py::test_blocks_in_one_graph_each_are_those_of_fsdp2")
 @pytest.mark.parametrize(
     ("way", "first", "precision"),
-    [(*each, "fp32") for each in (*WAYS, *WHOLE, (torchs_own, True))] + [(blocks, True, "bf16")],
+    [(*each, "fp32") for each in (*BLOCKS, *WHOLE, (torchs_own, True))] + [(blocks, True, "bf16")],
 )
 def test_graphs_are_those_of_fsdp2_at_every_stage(
     pool: Pool, way: Callable[[Any, Any], Any], first: bool, precision: str
 ) -> None:
-    """Casts of mixed precision are outside of the graphs of blocks."""
+    """Compiled before `shard`, or after it. Casts of mixed precision are outside of the graphs of blocks."""
     for of_fsdp2, *others in pool.run(compiled, 2, way, first, [{**each, "precision": precision} for each in FP32]):
         assert [each[0] for each in others] == [of_fsdp2[0]] * len(FP32)
-        assert of_fsdp2[0] == 2 or way is not torchs_own
+        assert of_fsdp2[0] == 3 or way is not torchs_own
         for _, operations, losses in others:
             assert operations == of_fsdp2[1] or way in (in_place, wrapped)
             assert losses == pytest.approx(of_fsdp2[2], rel=1e-6) or precision == "bf16"
@@ -159,16 +122,16 @@ def test_graphs_are_those_of_fsdp2_at_every_stage(
 def refused(rank: int, ranks: int) -> str:
     """A head outside of the forward is refused by torch, in compiled code, and gradients of torch.func by dzero."""
     torch._dynamo.reset()
-    model = blocks_and_head(Net(), CompileCounter())
+    model = blocks_and_head(Compiled(), CompileCounter())
     dzero.shard(model, stage=3, precision="fp32")
     with pytest.raises(RuntimeError):
-        model.head(torch.ones(2, 16))
+        model.head(torch.ones(2, WIDTH))
     torch._dynamo.reset()
-    model = blocks(Net(), CompileCounter())
+    model = blocks(Compiled(), CompileCounter())
     dzero.shard(model, stage=3, precision="fp32")
-    model(torch.ones(2, 16)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError) as told:
-        torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 16))
+        torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4))
     return str(told.value)
 
 
