@@ -134,7 +134,7 @@ def edited_while_delayed(rank: int, ranks: int) -> dict[str, Tensor]:
 def after_another(
     rank: int, ranks: int, stage: int, rules: tuple[str, str], master: str, tiers: str, between: str
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """Masters that a second optimizer has not from the first; parameters and states after a step of it.
+    """Masters that a second optimizer has not from the first; its masters, and all that it has after a step.
 
     between: what happens before the first one is dropped: a parameter is edited, or a backward is left without step.
     """
@@ -145,18 +145,20 @@ def after_another(
         edit(sharded, "in place")
     if between == "backward":
         sharded.model(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean().backward()
-    before = masters(sharded, optim)
+    kept = {} if between == "edit" else masters(sharded, optim)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del optim
         gc.collect()
         sharded.model.zero_grad()
         optim = RULES[rules[1]](sharded)
-    lost = unequal(masters(sharded, optim), before)
+    made = masters(sharded, optim)
+    lost = [name for name, master in kept.items() if not torch.equal(made[name], master)]
     train(sharded, optim, steps=1)
     optim.synchronize()
     states = {name: value.cpu().clone() for name, value in snapshot(sharded, optim).items()}
-    return lost, {**params_of(sharded), **states, **masters(sharded, optim)}
+    found = {f"made {name}": master for name, master in made.items()}
+    return lost, {**found, **params_of(sharded), **states, **masters(sharded, optim)}
 
 
 TWICE, TO_SGD, FROM_SGD = ("adamw", "adamw"), ("adamw", "torch's SGD"), ("torch's SGD", "adamw")
