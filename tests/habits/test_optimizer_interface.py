@@ -268,10 +268,8 @@ def test_states_loaded_without_the_model_give_the_same_bits_on_every_tier(pool: 
 
 def from_rank_0(rank: int, ranks: int) -> str:
     """What is said of a "full" state dict of torch, of a class that keeps whole parameters with their owners."""
-    (sharded, optim), (again, other) = (
-        (sharded, TorchOptimizer(sharded, torch.optim.Adafactor, lr=1e-2))
-        for sharded in (sharded_net("even", stage=2) for _ in range(2))
-    )
+    sharded, again = (sharded_net("even", stage=2) for _ in range(2))
+    optim, other = (TorchOptimizer(each, torch.optim.Adafactor, lr=1e-2) for each in (sharded, again))
     train(sharded, optim, steps=3)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     saved = get_optimizer_state_dict(sharded.model, optim, options=full)

@@ -32,10 +32,7 @@ RULES: dict[str, Callable[[dzero.Sharded], Any]] = {
 EDITS: dict[str, Callable[[nn.Parameter], object]] = {
     "in place": lambda param: param.clamp_(-LIMIT, LIMIT),
     "of data": lambda param: param.data.clamp_(-LIMIT, LIMIT),
-    "by foreach": lambda param: (
-        torch._foreach_clamp_max_([param], LIMIT),
-        torch._foreach_clamp_min_([param], -LIMIT),
-    ),
+    "by foreach": lambda param: (torch._foreach_clamp_max_([param], LIMIT), torch._foreach_clamp_min_([param], -LIMIT)),
     "copied": lambda param: param.copy_(param.clamp(-LIMIT, LIMIT)),
 }
 DISK = dict.fromkeys(("grad", "master", "moments"), "disk")

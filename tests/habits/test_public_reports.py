@@ -3,15 +3,15 @@
     report                                             what went wrong there
     pytorch/pytorch#140900                             `initial_lr` of a schedule is lost with distributed checkpoints
     pytorch/pytorch#180346                             no norm over parameters of two meshes
-    huggingface/accelerate#3732                        the head of a classifier is not in the adapter that is saved
 
 Others are asked elsewhere: a unit that some ranks or none reach (pytorch/pytorch#83129, hiyouga/LlamaFactory#1931), and
 decay of what no rank reached (pytorch/pytorch#28294), in tests/zero/test_unused.py; a parameter of one element
 (pytorch/pytorch#144045) by the net `uneven` of tests/test_parity.py; the mean of a weight whose rows ranks cannot share
 evenly (pytorch/pytorch#162692) in test_writes.py; averages of weights after a forward (pytorch/pytorch#144289) in
 test_models_and_loops.py; rates, decays and groups after a resume (pytorch/pytorch#129079, hpcaitech/ColossalAI#5151,
-NVIDIA-NeMo/Automodel#3882, facebookresearch/fairscale#601) in tests/checkpoint/test_resumed_settings.py. The reports
-are those of GitHub's trackers.
+NVIDIA-NeMo/Automodel#3882, facebookresearch/fairscale#601) in tests/checkpoint/test_resumed_settings.py; modules that are
+trained whole beside an adapter (huggingface/accelerate#3732) in tests/trainer/test_lora.py. The reports are those of
+GitHub's trackers.
 """
 
 from __future__ import annotations
@@ -119,40 +119,3 @@ def test_one_norm_of_models_on_two_meshes(pool: Pool) -> None:
     alone = float(nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]))
     for norms in pool.run(two_meshes, 2):
         assert norms == pytest.approx([math.sqrt(2) * alone, 0.1], rel=1e-5)
-
-
-def classifier() -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=20, num_labels=3, pad_token_id=0, **sizes)
-    return transformers.LlamaForSequenceClassification(config)
-
-
-def classified(rank: int, ranks: int, folder: Path) -> Tensor:
-    """The logits of a classifier with an adapter, trained and saved."""
-    import peft
-
-    model = peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
-    sharded = dzero.shard(model, stage=3, precision="fp32")
-    optim = dzero.AdamW(sharded, lr=0.1)
-    words = torch.arange(1, 19).view(3, 6)
-    for _ in range(2):
-        sharded.model(input_ids=words, labels=torch.arange(3)).loss.backward()
-        optim.step()
-        optim.zero_grad()
-    dzero.save_pretrained(sharded, folder)
-    with torch.no_grad():
-        return sharded.model(input_ids=words).logits
-
-
-def test_the_head_of_a_classifier_is_in_its_adapter(pool: Pool, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    (found,) = pool.run(classified, 1, tmp_path / "adapter")
-    loaded, words = peft.PeftModel.from_pretrained(classifier(), tmp_path / "adapter").eval(), torch.arange(1, 19)
-    with torch.no_grad():
-        logits = loaded(input_ids=words.view(3, 6)).logits
-        before = classifier().eval()(input_ids=words.view(3, 6)).logits
-    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)  # fp32 sums of 16 products of values below 10
-    assert (logits - before).abs().max() > 0.1

@@ -251,10 +251,7 @@ TERABYTE = {"param": torch.zeros(1).expand(1 << 38)}  # whose elements are all t
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (saving(FP32, Code()), "names posix.mkdir, and only tensors"),
     "code beside": (saving(STATES, {"a": Code()}), "names posix.mkdir, and only tensors"),
-    "code without zip": (
-        lambda at: (at / FP32).write_bytes(pickle.dumps(Code(), protocol=2)),
-        "nothing of it was run",
-    ),
+    "code without zip": (lambda at: (at / FP32).write_bytes(pickle.dumps(Code(), protocol=2)), "nothing of it was run"),
     "cut short without zip": (
         lambda at: (at / FP32).write_bytes(pickle.dumps([1, 2], protocol=2)[:-1]),
         "it ends within its pickle",
