@@ -9,9 +9,9 @@ decay of what no rank reached (pytorch/pytorch#28294), in tests/zero/test_unused
 (pytorch/pytorch#144045) by the net `uneven` of tests/test_parity.py; the mean of a weight whose rows ranks cannot share
 evenly (pytorch/pytorch#162692) in test_writes.py; averages of weights after a forward (pytorch/pytorch#144289) in
 test_models_and_loops.py; rates, decays and groups after a resume (pytorch/pytorch#129079, hpcaitech/ColossalAI#5151,
-NVIDIA-NeMo/Automodel#3882, facebookresearch/fairscale#601) in tests/checkpoint/test_resumed_settings.py; modules that are
-trained whole beside an adapter (huggingface/accelerate#3732) in tests/trainer/test_lora.py. The reports are those of
-GitHub's trackers.
+NVIDIA-NeMo/Automodel#3882, facebookresearch/fairscale#601) in tests/checkpoint/test_resumed_settings.py; modules that
+are trained whole beside an adapter (huggingface/accelerate#3732) in tests/trainer/test_lora.py. The reports are those
+of GitHub's trackers.
 """
 
 from __future__ import annotations
