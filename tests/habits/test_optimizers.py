@@ -169,7 +169,7 @@ TWICE, TO_SGD, FROM_SGD = ("adamw", "adamw"), ("adamw", "torch's SGD"), ("torch'
         (0, TWICE, "remainder", "device", "nothing"),
         (0, FROM_SGD, "fp32", "device", "nothing"),
         (3, TO_SGD, "fp32", "host", "nothing"),
-        (3, FROM_SGD, "fp32", "host, forward", "edit"),
+        (3, FROM_SGD, "fp32", "host, forward", "nothing"),
         *((3, TWICE, "fp32", tiers, "edit") for tiers in TIERS if tiers not in ("device", "host, forward")),
         *((3, TWICE, "remainder", tiers, "backward") for tiers in ("disk, backward", "host")),
     ],
