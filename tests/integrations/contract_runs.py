@@ -237,7 +237,10 @@ def trains_twice(make: Make) -> Any:
 
 @habit
 def makes_a_model_for_each_run(make: Make) -> Any:
-    trainer = make(model_init=small_models.llama)
+    def fresh() -> Any:
+        return small_models.llama()
+
+    trainer = make(model_init=fresh)
     return [trained(trainer), trained(trainer)]
 
 
