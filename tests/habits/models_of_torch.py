@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, mse_loss
@@ -38,6 +37,15 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def said_by(call: Callable[[], object]) -> str:
+    """What an error says; nothing where there is none."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 class Block(nn.Module):
     """Two layers beside a residual."""
 
@@ -58,6 +66,10 @@ class Net(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.change()
+
+    def change(self) -> None:
+        """Of other models: what they have instead."""
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         x = self.embed(x)
@@ -87,8 +99,7 @@ class Halves(nn.Module):
 class PartlyAgain(Net):
     """A unit that is used twice, the second time in part."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.blocks[1] = Halves()
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
@@ -96,58 +107,39 @@ class PartlyAgain(Net):
         return self.head(self.blocks[1](self.blocks[0](x), both=False))
 
 
+class Branch(PartlyAgain):
+    """A layer that rank 0 alone runs, unless `everywhere`."""
+
+    everywhere = False
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        return self.head(self.blocks[1](self.embed(x), both=rank == 0 or self.everywhere))
+
+
 class Tied(Net):
-    """Two blocks that share a matrix, and a head of the embedding's size."""
+    """Two blocks that share a matrix."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.blocks[2].up.weight = self.blocks[0].up.weight
-
-
-class PartlyFrozen(Net):
-    """A block of which one matrix is frozen, and a frozen embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].up.weight.requires_grad_(False)
-        self.embed.requires_grad_(False)
-
-
-class Unused(Net):
-    """A block that never runs, and a layer of the root that never does."""
-
-    order = (0, 2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(WIDTH, WIDTH)
 
 
 class Parametrized(Net):
     """torch's own parametrizations, inside units."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         weight_norm(self.blocks[0].up)
         spectral_norm(self.blocks[1].down)
-
-
-class Holder(nn.Module):
-    """Modules and a parameter, without a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.parts = nn.Parameter(torch.ones(WIDTH)), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
 
 
 class Nested(Net):
     """Blocks that are never called, since they are lists, dicts and modules without forward: their modules are."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         listed = nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
         named = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.ParameterList([torch.ones(WIDTH)])})
-        self.blocks = nn.ModuleList([listed, named, Holder()])
+        holder = nn.Module()
+        holder.scale, holder.parts = nn.Parameter(torch.ones(WIDTH)), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.blocks = nn.ModuleList([listed, named, holder])
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         (first, second), named, holder = self.blocks
@@ -159,8 +151,7 @@ class Nested(Net):
 class InPlace(Net):
     """Layers whose outputs, views as the layers have biases, are written in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
@@ -176,9 +167,16 @@ class InPlace(Net):
 class InPlaceAlone(InPlace):
     """The same in a single unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict(self.blocks.named_children())
+    def change(self) -> None:
+        self.blocks = nn.ModuleDict({str(number): nn.Linear(WIDTH, WIDTH) for number in range(3)})
+
+
+class TiedViews(InPlace):
+    """Blocks that end in a Linear with a bias, whose output is a view; two of them share its weight."""
+
+    def change(self) -> None:
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.blocks[1][1].weight = self.blocks[0][1].weight
 
 
 class Gained(Block):
@@ -196,17 +194,14 @@ class Gained(Block):
 class Scalars(Net):
     """Parameters without dims: one of the root, as in CLIP, and one that two blocks share; a third block is unused."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.logit_scale = nn.Parameter(torch.tensor(0.7))
         gain = nn.Parameter(torch.tensor(1.1))
         self.blocks[0], self.blocks[1] = Gained(gain), Gained(gain)
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
         assert self.logit_scale.ndim == 0
-        x = self.embed(x)
-        for block in self.blocks[:2]:
-            x = block(x)
+        x = self.blocks[1](self.blocks[0](self.embed(x)))
         return self.head(x) * self.logit_scale.exp()
 
 
@@ -220,8 +215,7 @@ class PartRecomputed(Block):
 class Recomputed(Net):
     """Computed again in backward: a part of a unit, a unit in both of torch's ways, a unit with a layer of the root."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.blocks[0] = PartRecomputed()
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
@@ -245,22 +239,12 @@ class Memoising(Block):
 class Memoised(Net):
     """Its blocks forget what they keep when `forget` is called."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.blocks = nn.ModuleList(Memoising() for _ in range(3))
 
     def forget(self) -> None:
         for block in self.blocks:
             block.kept = None
-
-
-class TiedViews(InPlace):
-    """Blocks that end in a Linear with a bias, whose output is a view; two of them share its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
-        self.blocks[1][1].weight = self.blocks[0][1].weight
 
 
 @dataclass
@@ -301,8 +285,7 @@ class Boxing(Block):
 class InObjects(Net):
     """Blocks return objects, of which pytree knows some, or write into them, and the model itself returns one."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         kinds = (SimpleNamespace, Slots, None, dict, None, Boxed)
         self.blocks = nn.ModuleList(Boxing(kind) for kind in kinds)
 
@@ -327,8 +310,7 @@ class Rows(nn.Module):
 class Table(Net):
     """A unit returns its parameter, and a view of it; FSDP2 frees the parameter after the unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.blocks[1] = Rows()
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
@@ -337,22 +319,8 @@ class Table(Net):
         return self.head(x)
 
 
-class Branch(Net):
-    """A layer that rank 0 alone runs, unless `everywhere`."""
-
-    everywhere = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1] = Halves()
-
-    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
-        x = self.blocks[1](self.embed(x), both=rank == 0 or self.everywhere)
-        return self.head(x)
-
-
-KINDS: tuple[type[Net], ...] = (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Nested, InPlace)
-KINDS += (InPlaceAlone, Scalars, TiedViews, InObjects, Table, Recomputed, Memoised, Branch)
+KINDS: tuple[type[Net], ...] = (Net, Again, PartlyAgain, Tied, Parametrized, Nested, InPlace, InPlaceAlone, Scalars)
+KINDS += (TiedViews, InObjects, Table, Recomputed, Memoised, Branch)
 MODELS = {each.__name__: each for each in KINDS}
 
 
@@ -450,18 +418,14 @@ def penalty(training: Training, batches: list[Batch]) -> Tensor:
     return 0.1 * torch.stack(squares).sum() / len(batches)
 
 
-def read_before(training: Training, batches: list[Batch]) -> None:
-    """A penalty on weights that are read before the forward."""
+def read_around(training: Training, batches: list[Batch]) -> None:
+    """Penalties on weights that are read before the forward, and after it, where they are added as they are."""
     for batch in training.each(batches):
-        extra = penalty(training, batches)
-        backward(training.loss(batch) / len(batches) + extra)
-    training.finish()
-
-
-def read_after(training: Training, batches: list[Batch]) -> None:
-    """A penalty on weights that are read after the forward."""
-    for batch in training.each(batches):
-        backward(training.loss(batch) / len(batches) + penalty(training, batches))
+        before = penalty(training, batches)
+        loss = training.loss(batch) / len(batches) + before
+        for param in training.params:
+            loss = loss + 0.1 * mse_loss(param, 0.5 * param.detach())
+        backward(loss)
     training.finish()
 
 
@@ -487,38 +451,23 @@ def read_by_each_rank(training: Training, batches: list[Batch]) -> None:
     training.finish()
 
 
-def clip_norm(params: list[nn.Parameter]) -> None:
-    """torch's own clipping of the norm, with and without foreach."""
-    assert float(whole(torch.nn.utils.clip_grad_norm_(params, 0.1))) > 0.1
-    torch.nn.utils.clip_grad_norm_(params, 0.05, foreach=False)
+def clipped(training: Training, batches: list[Batch]) -> None:
+    """torch's own clipping of the norm, with and without foreach, and of values."""
+    training.backwards(batches)
+    assert float(whole(torch.nn.utils.clip_grad_norm_(training.params, 0.1))) > 0.1
+    torch.nn.utils.clip_grad_norm_(training.params, 0.05, foreach=False)
+    torch.nn.utils.clip_grad_value_(training.params, 1e-3)
+    training.finish()
 
 
-def clip_value(params: list[nn.Parameter]) -> None:
-    """torch's own clipping of values."""
-    torch.nn.utils.clip_grad_value_(params, 1e-3)
-
-
-def scale_by_hand(params: list[nn.Parameter]) -> None:
-    """Gradients scaled and shifted in place."""
-    for param in params:
+def assigned(training: Training, batches: list[Batch]) -> None:
+    """Gradients scaled and shifted in place, another tensor as gradient, and none where nothing is to be updated."""
+    training.backwards(batches)
+    for index, param in enumerate(training.params):
         param.grad.mul_(0.5).add_(1e-3)
-
-
-def assign(params: list[nn.Parameter]) -> None:
-    """Another tensor as the gradient, and none for some parameters, which are not to be updated."""
-    for index, param in enumerate(params):
-        param.grad = None if index % 3 == 0 else torch.tanh(10 * param.grad) * 1e-2
-
-
-def before_step(do: Callable[[list[nn.Parameter]], None]) -> Loop:
-    """A loop that does something with the parameters, or their gradients, before each step."""
-
-    def loop(training: Training, batches: list[Batch]) -> None:
-        training.backwards(batches)
-        do(training.params)
-        training.finish()
-
-    return loop
+        if index % 3 < 2:
+            param.grad = None if index % 3 == 0 else torch.tanh(10 * param.grad) * 1e-2
+    training.finish()
 
 
 def one_graph_twice(training: Training, batches: list[Batch]) -> None:
@@ -657,17 +606,6 @@ def probed(training: Training, batches: list[Batch]) -> None:
     training.model.zero_grad()
 
 
-def frozen_before_backward(training: Training, batches: list[Batch]) -> None:
-    """Frozen after the forward, so the backward of that leaves it no gradient."""
-    frozen = training.model.get_parameter("blocks.1.up.weight")
-    for batch in batches:
-        loss = training.loss(batch) / len(batches)
-        frozen.requires_grad_(False)
-        backward(loss)
-        frozen.requires_grad_(True)
-    training.finish()
-
-
 def evaluated_in_part(training: Training, batches: list[Batch]) -> None:
     """Evaluations and a step run some blocks alone, and parameters are edited after each."""
     for order in ((0, 1, 2), (1, 2), (0, 1)):
@@ -679,15 +617,17 @@ def evaluated_in_part(training: Training, batches: list[Batch]) -> None:
 
 
 def changed_between(training: Training, batches: list[Batch]) -> None:
-    """Parameters edited and frozen between the microbatches of a step."""
-    frozen = training.model.get_parameter("blocks.1.up.weight")
-    for index, batch in enumerate(batches):
-        with training.microbatch(is_last=index == len(batches) - 1):
-            backward(training.loss(batch) / len(batches))
+    """Frozen before a backward, which leaves no gradient then; edited and frozen between microbatches."""
+    before, between = (training.model.get_parameter(f"blocks.{number}.up.weight") for number in (0, 1))
+    for batch in training.each(batches):
+        loss = training.loss(batch) / len(batches)
+        before.requires_grad_(False)
+        backward(loss)
+        before.requires_grad_(True)
         with torch.no_grad():
             training.model.get_parameter("blocks.2.up.bias").add_(0.01)
-        frozen.requires_grad_(False)
-    frozen.requires_grad_(True)
+        between.requires_grad_(False)
+    between.requires_grad_(True)
     training.finish()
 
 
@@ -754,12 +694,10 @@ def reached_later(training: Training, batches: list[Batch]) -> None:
 
 def skipped_then_penalised(training: Training, batches: list[Batch]) -> None:
     """The last microbatch skips a block, whose weights then have a loss of their own."""
-    for index, batch in enumerate(batches):
-        training.model.order = (0, 2) if index == len(batches) - 1 else (0, 1, 2)
-        with training.microbatch(is_last=index == len(batches) - 1):
-            backward(training.loss(batch) / len(batches))
-    weights = training.model.get_parameter("blocks.1.up.weight")
-    backward(whole((weights**2).sum()))
+    for batch in training.each(batches):
+        training.model.order = (0, 2) if batch is batches[-1] else (0, 1, 2)
+        backward(training.loss(batch) / len(batches))
+    backward(whole(training.model.get_parameter("blocks.1.up.weight").square().sum()))
     training.finish()
 
 
@@ -784,13 +722,6 @@ def half_detached(training: Training, batches: list[Batch]) -> None:
     training.finish()
 
 
-def penalised_whole(training: Training, batches: list[Batch]) -> None:
-    """A penalty on whole weights, read right after the step before."""
-    for param in training.params:
-        backward(0.01 * whole(param).square().sum())
-    accumulated(training, batches)
-
-
 def restarted(training: Training, batches: list[Batch]) -> None:
     """Moments written in place right after the step, by way of `optim.state`."""
     accumulated(training, batches)
@@ -800,13 +731,11 @@ def restarted(training: Training, batches: list[Batch]) -> None:
             training.optim.state[param]["exp_avg_sq"].zero_()
 
 
-NAMED: tuple[Loop, ...] = (accumulated, synchronised, last_outside, read_before, read_after, own_backward_last)
-NAMED += (read_by_each_rank, one_graph_twice, two_forwards_kept, closure, frozen_for_a_while, group_added, scheduled)
-NAMED += (scaled, prefetched, called_as_function, evaluated, probed, frozen_before_backward, inferred)
-NAMED += (raised_in_forward, evaluated_in_part, changed_between, raised, given_up, skipped_then_penalised)
-NAMED += (averaged_by_hand, penalised_whole, restarted)
+NAMED: tuple[Loop, ...] = (accumulated, synchronised, last_outside, read_around, own_backward_last, read_by_each_rank)
+NAMED += (clipped, assigned, one_graph_twice, two_forwards_kept, closure, frozen_for_a_while, group_added, scheduled)
+NAMED += (scaled, prefetched, called_as_function, evaluated, probed, inferred, raised_in_forward, evaluated_in_part)
+NAMED += (changed_between, raised, given_up, skipped_then_penalised, averaged_by_hand, restarted)
 LOOPS: dict[str, Loop] = {each.__name__: each for each in (plain, *NAMED, reached_later, half_detached)}
-LOOPS |= {each.__name__: before_step(each) for each in (clip_norm, clip_value, scale_by_hand, assign)}
 LONG = ("frozen_for_a_while", "group_added", "scheduled", "averaged_by_hand", "restarted")
 
 
@@ -867,13 +796,22 @@ def in_dzero(
     return found
 
 
-def sharded_of(model: str, stage: int, microbatches: int = 1, offload: Any = None, **zero: Any) -> Sharded:
-    """A model of `MODELS` in fp32."""
+def sharded_of(
+    model: str,
+    stage: int,
+    microbatches: int = 1,
+    offload: Any = None,
+    *,
+    replicate: int = 1,
+    precision: dict[str, Any] | None = None,
+    **zero: Any,
+) -> Sharded:
+    """A model of `MODELS`, in fp32 unless said otherwise; `replicate` as in make_mesh, for stages 1 to 3."""
     return shard(
         build(model),
         ZeroConfig(stage=stage, **zero),
-        precision=PrecisionConfig(param="fp32"),
+        precision=PrecisionConfig(**(precision or {"param": "fp32"})),
         offload=OffloadConfig(**offload) if offload else None,
-        mesh=make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1),
+        mesh=make_mesh("cpu", replicate=replicate) if replicate > 1 else None,
         microbatches=microbatches,
     )

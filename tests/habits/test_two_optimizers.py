@@ -6,7 +6,6 @@ Plain torch takes the batches of all ranks in one process, a sharded model those
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models_of_torch import HOST, OPTIONS, whole
+from many_cells import of_cells
+from models_of_torch import OPTIONS, whole
 from pool import Pool
 from torch import Tensor, nn
 
@@ -120,21 +119,16 @@ def in_dzero(rank: int, ranks: int, stage: int, units: str, loop: str, microbatc
 def sharded_judged(stage: int, units: str = "a unit each", microbatches: int = 1, **options: Any) -> dzero.Sharded:
     """The model, cut over all ranks."""
     torch.manual_seed(0)
-    mesh = dzero.make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
-    options = {"precision": dzero.PrecisionConfig(param="fp32"), **options}
-    return dzero.shard(
-        Judged(), dzero.ZeroConfig(stage=stage, units=UNITS[units]), mesh=mesh, microbatches=microbatches, **options
-    )
+    zero = dzero.ZeroConfig(stage=stage, units=UNITS[units])
+    return dzero.shard(Judged(), zero, microbatches=microbatches, **{"precision": "fp32", **options})
 
 
 def optimizers_of(sharded: dzero.Sharded) -> tuple[dzero.AdamW, dzero.TorchOptimizer]:
     """The generator's and the judge's."""
-    generator, judge = sharded.model.generator, sharded.model.judge
-    assert isinstance(generator, nn.Module)
-    assert isinstance(judge, nn.Module)
+    model: Any = sharded.model
     return (
-        dzero.AdamW(sharded, generator.parameters(), max_norm=MAX_NORM, **OPTIONS),
-        dzero.TorchOptimizer(sharded, torch.optim.SGD, judge.parameters(), max_norm=MAX_NORM, **MOMENTUM),
+        dzero.AdamW(sharded, model.generator.parameters(), max_norm=MAX_NORM, **OPTIONS),
+        dzero.TorchOptimizer(sharded, torch.optim.SGD, model.judge.parameters(), max_norm=MAX_NORM, **MOMENTUM),
     )
 
 
@@ -145,61 +139,42 @@ SOME: list[Cell] = [
     (0, "a unit each", "together", 1),
     (1, "a unit each", "kept", 1),
 ]
+CELLS = [(2, SOME), *((ranks, [*product([stage], UNITS, LOOPS, [1, 4])]) for ranks in (1, 2) for stage in range(4))]
 
 
-def check(pool: Pool, ranks: int, cells: list[Cell]) -> None:
-    for stage, units, loop, microbatches in cells:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("ranks", "cells"), CELLS)
+def test_two_optimizers_train_their_parts_as_in_torch(pool: Pool, ranks: int, cells: list[Cell]) -> None:
+    for cell, of_ranks in zip(cells, of_cells(pool, ranks, in_dzero, cells), strict=True):
+        _, _, loop, microbatches = cell
         expected = in_torch(ranks, loop, microbatches)
-        for found in pool.run(in_dzero, ranks, stage, units, loop, microbatches):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=f"{units}, {loop}, {microbatches}")
+        for found in of_ranks:
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=str(cell))
 
 
-def test_two_optimizers_train_their_parts_as_in_torch(pool: Pool) -> None:
-    check(pool, 2, SOME)
-
-
-@pytest.mark.full("tests/habits/test_two_optimizers.py::test_two_optimizers_train_their_parts_as_in_torch")
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_optimizers_train_their_parts_as_in_torch_full_product(pool: Pool, stage: int, ranks: int) -> None:
-    check(pool, ranks, [*product([stage], UNITS, LOOPS, [1, 4])])
-
-
-def refused_beside_another(rank: int, ranks: int, folder: Path) -> list[str]:
-    """What is said of a parameter that has an optimizer, at once and added later, and where two cannot share."""
-    told = []
+def refused_beside_another(rank: int, ranks: int, folder: Path) -> None:
+    """A parameter that has an optimizer, at once and added later; what two cannot share; and once one is gone."""
     sharded = sharded_judged(2)
     generator, judge = optimizers_of(sharded)
-    with pytest.raises(RuntimeError) as raised:
+    taken = r"generator\.0\.(weight|bias): its gradients already go to another optimizer"
+    with pytest.raises(RuntimeError, match=f"^{taken}"):
         dzero.AdamW(sharded)
-    told.append(str(raised.value))
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=f"^{taken}"):
         judge.add_param_group({"params": generator.param_groups[0]["params"][:1]})
-    told.append(str(raised.value))
     assert len(judge.param_groups) == 1
-    config = dzero.CheckpointConfig(folder=str(folder), every=1)
     others = r"judge\.\d\.(weight|bias): another optimizer updates it"
-    with (
-        dzero.Checkpointer(replace(config, every=None), sharded, generator) as late,
-        pytest.raises(ValueError, match=others),
-    ):
+    config = dzero.CheckpointConfig(folder=str(folder))
+    with dzero.Checkpointer(config, sharded, generator) as late, pytest.raises(ValueError, match=others):
         late.save(1, {})
     with pytest.raises(ValueError, match=others):
-        dzero.Checkpointer(config, sharded, generator)
-    half = dzero.PrecisionConfig(param="fp16")
-    for options in ({"offload": dzero.OffloadConfig(**HOST)}, {"precision": half}):
-        with pytest.raises(RuntimeError) as raised:
+        dzero.Checkpointer(replace(config, every=1), sharded, generator)
+    for options, says in (({"offload": "host"}, "states off the device"), ({"precision": "fp16"}, "fp16")):
+        with pytest.raises(RuntimeError, match=says):
             optimizers_of(sharded_judged(2, **options))
-        told.append(str(raised.value))
     del generator, late
     gc.collect()
     dzero.AdamW(sharded, sharded.model.generator.parameters())
-    return told
 
 
 def test_a_parameter_has_one_optimizer(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(refused_beside_another, 1, tmp_path):
-        for text in told[:2]:
-            assert re.match(r"generator\.0\.(weight|bias): its gradients already go to another optimizer", text)
-        assert "states off the device" in told[2]
-        assert "fp16" in told[3]
+    pool.run(refused_beside_another, 1, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from many_cells import STAGES, of_all, of_cells
-from models_of_torch import HOST, LOOPS, OPTIONS, Net, Training, batches_of, build, sharded_of, whole
+from models_of_torch import HOST, OPTIONS, Net, build, said_by, sharded_of, whole
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,25 +26,17 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel
 from training_loops import params_of, snapshot, unequal
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard, take_mesh
+from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, shard, take_mesh
 
+ROWS = torch.ones(2, 4)
 ALL_ON_HOST = {"param": "host", **HOST}
 AT_STAGE_3: list[tuple[int, dict[str, str]]] = [(3, {}), (3, HOST)]
 ON_DEVICE: list[tuple[int, dict[str, str]]] = [(stage, {}) for stage in range(4)]
 TIERS: list[tuple[int, dict[str, str]]] = [(0, {}), (1, {}), (2, HOST), (3, {}), (3, ALL_ON_HOST)]
 
 
-def said_by(call: Callable[[], object]) -> str:
-    """What an error says; nothing where there is none."""
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def stepped(sharded: Sharded, optim: Any, *rows: Tensor) -> None:
-    sharded.model(*(rows or [torch.ones(2, 4)])).sum().backward()
+def stepped(sharded: Sharded, optim: Any, rows: Tensor) -> None:
+    sharded.model(rows).sum().backward()
     optim.step()
 
 
@@ -60,26 +52,17 @@ class Chosen(nn.Module):
         return x + self.experts[first](x) + self.experts[first + 1](x)
 
 
-def model_of(stage: int) -> Sharded:
+def other_experts(rank: int, ranks: int, stage: int) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Chosen(), nn.Linear(8, 8))
-    mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
     zero = ZeroConfig(stage=stage, unused="agree", units=lambda module: isinstance(module, Chosen))
-    return shard(model, zero, mesh=mesh)
-
-
-def step_of(sharded: Sharded, optim: AdamW) -> str:
-    """What a step that must change nothing is told; the states are those before."""
+    sharded = shard(model, zero)
+    optim = AdamW(sharded)
     before = snapshot(sharded, optim)
-    sharded.model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     told = said_by(optim.step)
     assert unequal(snapshot(sharded, optim), before) == []
     return told
-
-
-def other_experts(rank: int, ranks: int, stage: int) -> str:
-    sharded = model_of(stage)
-    return step_of(sharded, AdamW(sharded))
 
 
 def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool) -> None:
@@ -129,52 +112,28 @@ def test_a_unit_that_writes_into_its_arguments_and_keeps_them_is_refused(pool: P
         assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
 
 
-def hooked(rank: int, ranks: int, kind: str, first: bool) -> str:
-    """What the optimizer is told of a hook that was there before it, or its step of one that came later."""
-    sharded = model_of(2)
-    hook = getattr(sharded.named_params()["0.weight"], kind)
-    if first:
-        hook(lambda _: None)
-        return said_by(lambda: AdamW(sharded))
-    optim = AdamW(sharded)
-    hook(lambda _: None)
-    return step_of(sharded, optim)
-
-
-def test_a_hook_that_would_see_gradients_before_they_are_whole_is_refused(pool: Pool) -> None:
-    cells = product(("register_hook", "register_post_accumulate_grad_hook"), (True, False))
-    for (told,) in of_cells(pool, 1, hooked, cells):
-        assert "0.weight has a hook of its own" in told
-        assert "between backward() and step()" in told
-
-
 def refused_at_once(rank: int, ranks: int) -> None:
     """A model is cut once, parameters are in one group, and states of torch are of the same rule and order."""
-    sharded, inner = model_of(3), build("Net")
+    inner = build("Net")
     fully_shard(inner.blocks[1])
-    with pytest.raises(ValueError, match=r"^the model is already cut by fully_shard\(\) or shard\(\)"):
-        shard(sharded.model, ZeroConfig(stage=3))
-    with pytest.raises(ValueError, match=r"^module blocks\.1 is already cut"):
-        shard(inner, ZeroConfig(stage=3))
+    sharded = sharded_of("Net", 2)
+    head = sharded.named_params()["head.weight"]
+    optim = AdamW(sharded, [head])
+    refusals: list[tuple[str, Callable[[], object]]] = [
+        (r"the model is already cut by fully_shard\(\) or shard\(\)", lambda: shard(sharded.model, 3)),
+        (r"module blocks\.1 is already cut", lambda: shard(inner, 3)),
+        ("some parameters appear in more than one", lambda: optim.add_param_group({"params": [head]})),
+    ]
+    for says, call in refusals:
+        assert re.match(says, said_by(call))
+    assert len(optim.param_groups) == 1
     with pytest.raises(AssertionError, match="deepcopy"):
         AveragedModel(sharded.model)
-    AdamW(sharded, [sharded.named_params()["0.weight"]])
-
-    sharded = sharded_of("PartlyFrozen", 2)
-    named = sharded.named_params()
-    optim = AdamW(sharded, [named["head.weight"]])
-    with pytest.raises(RuntimeError, match=r"head\.weight: its gradients already go to another optimizer"):
-        AdamW(sharded, [named["head.weight"], named["head.bias"]])
-    with pytest.raises(ValueError, match=r"embed\.weight was frozen when the model was sharded"):
-        optim.add_param_group({"params": [named["embed.weight"]]})
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        optim.add_param_group({"params": [named["head.weight"]]})
-    assert len(optim.param_groups) == 1
 
     plain, optim = build("Net"), AdamW(sharded_of("Net", 3))
     for options, params in (({"amsgrad": True}, [*plain.parameters()]), ({}, [*plain.parameters()][::-1])):
         theirs = torch.optim.AdamW(params, **options)
-        plain(torch.ones(2, 4)).sum().backward()
+        plain(ROWS).sum().backward()
         theirs.step()
         with pytest.raises(ValueError, match=r"the state dict of torch\.optim has"):
             optim.load_state_dict(theirs.state_dict())
@@ -182,7 +141,7 @@ def refused_at_once(rank: int, ranks: int) -> None:
 
     plain.blocks[0].down.weight.data = plain.blocks[0].up.weight.data
     with pytest.raises(ValueError, match=r"^blocks\.0\.down\.weight and blocks\.0\.up\.weight lie in the same memory"):
-        shard(plain, ZeroConfig(stage=3))
+        shard(plain, 3)
 
 
 def test_models_groups_and_states_that_do_not_fit_are_refused(pool: Pool) -> None:
@@ -197,7 +156,7 @@ def assigned(rank: int, ranks: int, stage: int) -> list[str]:
         sharded.model.load_state_dict(state, assign=True)
     wrong = unequal(dict(sharded.model.state_dict()), state)
     before = params_of(sharded)
-    stepped(sharded, optim)
+    stepped(sharded, optim, ROWS)
     after = params_of(sharded)
     return wrong + [name for name in before if torch.equal(before[name], after[name])]
 
@@ -231,9 +190,6 @@ class Made:
             assert unequal(snapshot(self.sharded, self.optim), before) == []
 
 
-ROWS = torch.ones(2, 4)
-
-
 def misused(rank: int, ranks: int, name: str, stage: int, tiers: dict[str, str]) -> str:
     sharded = sharded_of("Net", stage, microbatches=3 if name == "no last microbatch" else 1, offload=tiers)
     return said_by(partial(MISUSES[name][0], Made(sharded, sharded.model, AdamW(sharded))))
@@ -247,6 +203,25 @@ def miscount(made: Made, outside: int) -> None:
     for _ in range(outside):
         made.backward()
     made.keeps_its_states(made.optim.step)
+
+
+def hooked(made: Made, kind: str) -> None:
+    getattr(made.model.head.weight, kind)(lambda _: None)
+    made.backward()
+    made.keeps_its_states(made.optim.step)
+
+
+def hooked_before(made: Made, kind: str) -> None:
+    """Before its optimizer is there."""
+    getattr(made.model.head.weight, kind)(lambda _: None)
+    made.optim = None
+    AdamW(made.sharded)
+
+
+def penalised(made: Made) -> None:
+    """A penalty on gradients."""
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(made.model(x).square().sum(), x, create_graph=True)
 
 
 def step_under_a_graph(made: Made) -> None:
@@ -384,27 +359,37 @@ MISUSES: dict[str, tuple[Callable[[Made], object], str, list[tuple[int, dict[str
         r".*makes a tensor of shape \(2, 8\)",
         AT_STAGE_3,
     ),
+    "a gradient penalty": (penalised, "unit root: backward with create_graph=True", ON_DEVICE[1:]),
+    **{
+        f"{kind}, {call.__name__}": (
+            partial(call, kind=kind),
+            r"head\.weight has a hook of its own.*between backward\(\) and step\(\)",
+            ON_DEVICE[2:3],
+        )
+        for kind, call in product(("register_hook", "register_post_accumulate_grad_hook"), (hooked, hooked_before))
+    },
 }
 """What is done to a sharded model that would be wrong or ignored, what is said of it, and where: stage and tiers."""
+
+
+REFUSED = "tests/habits/test_uses.py::test_what_would_be_wrong_or_ignored_is_refused"
+
+
+def check_refused(pool: Pool, name: str, cells: list[tuple[int, dict[str, str]]]) -> None:
+    for told in of_all(pool, 2, misused, [(name, *cell) for cell in cells]):
+        assert re.match(MISUSES[name][1], told, re.DOTALL), told
 
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_what_would_be_wrong_or_ignored_is_refused(pool: Pool, name: str) -> None:
     """In the default suite at the last stage of its list, which has most to do."""
-    _, says, cells = MISUSES[name]
-    check_refused(pool, name, cells[-1:], says)
+    check_refused(pool, name, MISUSES[name][2][-1:])
 
 
-@pytest.mark.full("tests/habits/test_uses.py::test_what_would_be_wrong_or_ignored_is_refused")
-@pytest.mark.parametrize("name", MISUSES)
+@pytest.mark.full(REFUSED)
+@pytest.mark.parametrize("name", [name for name, (_, _, cells) in MISUSES.items() if len(cells) > 1])
 def test_what_would_be_wrong_or_ignored_is_refused_at_all_stages(pool: Pool, name: str) -> None:
-    _, says, cells = MISUSES[name]
-    check_refused(pool, name, cells, says)
-
-
-def check_refused(pool: Pool, name: str, cells: list[tuple[int, dict[str, str]]], says: str) -> None:
-    for told in of_all(pool, 2, misused, [(name, *cell) for cell in cells]):
-        assert re.match(says, told, re.DOTALL), told
+    check_refused(pool, name, MISUSES[name][2][:-1])
 
 
 def right(rank: int, ranks: int, stage: int) -> list[str]:
@@ -422,28 +407,6 @@ def right(rank: int, ranks: int, stage: int) -> list[str]:
 
 def test_what_is_next_to_that_works(pool: Pool) -> None:
     assert of_all(pool, 2, right, [(1,), (2,), (3,)]) == [[]] * 6
-
-
-def penalised(rank: int, ranks: int, stage: int) -> Tensor | str:
-    """The head's gradient by a penalty on gradients, or what is told of it."""
-    sharded = sharded_of("Net", stage)
-    x, grads = torch.ones(2, 4, requires_grad=True), list[Tensor]()
-    out = sharded.model(x).square().sum()
-    if told := said_by(lambda: grads.extend(torch.autograd.grad(out, x, create_graph=True))):
-        return told
-    grads[0].square().sum().backward()
-    return whole(sharded.named_params()["head.weight"].grad)
-
-
-def test_a_gradient_penalty_works_where_nothing_is_gathered_and_is_refused_elsewhere(pool: Pool) -> None:
-    plain, x = build("Net"), torch.ones(2, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
-    grad.square().sum().backward()
-    for of_one in of_cells(pool, 1, penalised, STAGES[1:]):
-        torch.testing.assert_close(of_one[0], plain.head.weight.grad)
-    of_two, *others = of_cells(pool, 2, penalised, STAGES)
-    torch.testing.assert_close(of_two[0], plain.head.weight.grad)
-    assert all(told.startswith("unit root: backward with create_graph=True") for told in chain(*others))
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -472,8 +435,8 @@ def converted(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> lis
     model: Any = build("Net")
     model.norm = nn.BatchNorm1d(2, affine=False)  # has buffers only, and comes last
     model.blocks.register_buffer("table", torch.ones(2))
-    sharded = shard(model, ZeroConfig(stage=stage), precision="fp32", offload=OffloadConfig(**offload))
-    optim, told = AdamW(sharded), []
+    sharded = shard(model, stage, precision="fp32", offload=OffloadConfig(**offload))
+    optim, told = AdamW(sharded), list[str]()
     for when in ("before a step", "after it"):
         before = snapshot(sharded, optim)
         told += [said_by(partial(convert, model)) for convert in CONVERSIONS.values()]
@@ -481,8 +444,7 @@ def converted(rank: int, ranks: int, stage: int, offload: dict[str, str]) -> lis
             convert(model)
         assert unequal(snapshot(sharded, optim), before) == [], when
         assert model.blocks.table.dtype == torch.float32
-        model(torch.ones(2, 4)).sum().backward()
-        optim.step()
+        stepped(sharded, optim, ROWS)
     assert model.norm.running_mean.dtype == torch.float16
     return told
 
@@ -498,25 +460,24 @@ def test_a_sharded_model_keeps_its_dtype(pool: Pool) -> None:
 def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
     """After which uses of a model its parameters are not shards."""
     sharded = sharded_of("Net", stage, microbatches=2)
-    model, x = sharded.model, torch.ones(2, 4)
-    wrong: list[str] = []
+    model, wrong = sharded.model, list[str]()
 
     def look(moment: str) -> None:
         if not all(isinstance(param, DTensor) for param in model.parameters()):
             wrong.append(moment)
 
-    model(x)
+    model(ROWS)
     look("a forward")
     model.blocks[0](torch.ones(2, 8))
     look("a unit's forward")
     with sharded.microbatch(is_last=False):
-        loss = model(x).sum()
+        loss = model(ROWS).sum()
         look("a forward of a microbatch")
         loss.backward()
         look("its backward")
     hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
     with suppress(ZeroDivisionError):
-        model(x)
+        model(ROWS)
     look("a forward that raised")
     hook.remove()
     return wrong
@@ -538,7 +499,7 @@ class Widening(Net):
 
 def widened(rank: int, ranks: int, stage: int) -> tuple[Tensor, list[torch.dtype]]:
     torch.manual_seed(0)
-    sharded = shard(Widening(), ZeroConfig(stage=stage), mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1))
+    sharded = shard(Widening(), stage)
     optim, seen = AdamW(sharded), list[torch.dtype]()
     sharded.model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     stepped(sharded, optim, torch.full((2, 4), float(rank)))
@@ -551,21 +512,20 @@ def test_units_take_the_dtype_that_they_work_in(pool: Pool) -> None:
 
 
 def on_a_mesh_of_its_own(rank: int, ranks: int) -> list[dict[str, Tensor]]:
-    found = []
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
     with pytest.raises(ValueError, match=r"name each of them once, as one of \('replicate', 'shard'\)"):
         take_mesh(square, {"shard": "dp_shard"})
     with pytest.raises(ValueError, match=r"or say which they are: dzero\.take_mesh\(mesh, \{'shard': 'dp'\}\)"):
-        shard(build("Net"), ZeroConfig(stage=2), mesh=flat)
+        shard(build("Net"), 2, mesh=flat)
+    found = []
     for stage, mesh, axes in (
         (0, flat, {"replicate": "dp"}),
         (3, flat, {"shard": "dp"}),
         (2, square, {"replicate": "dp_replicate", "shard": "dp_shard"}),
     ):
         sharded = shard(build("Net"), stage, precision="fp32", mesh=take_mesh(mesh, axes))
-        optim = AdamW(sharded)
-        stepped(sharded, optim, torch.full((2, 4), float(rank)))
+        stepped(sharded, AdamW(sharded), torch.full((2, 4), float(rank)))
         found.append(params_of(sharded))
     return found
 
@@ -576,103 +536,11 @@ def test_a_mesh_of_another_library_is_taken_with_its_axes_named(pool: Pool) -> N
     assert all(torch.allclose(hybrid[name], value, atol=1e-6) for name, value in zero.items())
 
 
-def assigned_parts(rank: int, ranks: int) -> list[str]:
-    """Names of parameters that end otherwise where copies share states out, after `.grad` was assigned twice."""
-    ends = []
-    for over in (["shard"], ["replicate", "shard"]):
-        sharded = shard(
-            build("Net"),
-            ZeroConfig(stage=2, optimizer_shard_axes=over),
-            precision=PrecisionConfig(param="fp32"),
-            mesh=make_mesh("cpu", replicate=2),
-        )
-        optim = AdamW(sharded)
-        for of_parameter in (False, True):
-            sharded.model(torch.full((2, 4), float(rank))).sum().backward()
-            for param in sharded.model.parameters():
-                param.grad = param.detach() * 0.1 if of_parameter else param.grad * 0.5
-            optim.step()
-        optim.synchronize()
-        ends.append(params_of(sharded))
-    return unequal(*ends)
-
-
-@pytest.mark.full("tests/habits/test_models_and_loops.py::test_a_loop_gives_what_torch_gives")
-def test_gradients_are_assigned_where_copies_share_states_out(pool: Pool) -> None:
-    assert pool.run(assigned_parts, 4) == [[]] * 4
-
-
-def continued(rank: int, ranks: int, stage: int, moments: str) -> float:
-    """The largest difference from torch, after it handed a model and its optimizer's state dict on."""
-    plain = build("Net")
-    theirs = torch.optim.AdamW(plain.parameters(), **OPTIONS)
-    training = Training(plain, theirs)
-    for step in range(3):
-        LOOPS["plain"](training, batches_of(step, ranks, 1, together=True))
-    sharded = shard(
-        copy.deepcopy(plain),
-        ZeroConfig(stage=stage),
-        precision=PrecisionConfig(param="fp32", moments=moments),
-        mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1),
-    )
-    ours = AdamW(sharded)
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.param_groups[0]["betas"] == OPTIONS["betas"]
-    for step in range(3, 5):
-        LOOPS["plain"](training, batches_of(step, ranks, 1, together=True))
-        LOOPS["plain"](Training(sharded.model, ours, sharded), batches_of(step, ranks, 1, own=rank))
-    expected = dict(plain.named_parameters())
-    return max(float((whole(p) - expected[name]).detach().abs().max()) for name, p in sharded.named_params().items())
-
-
-def test_states_of_torchs_adamw_are_taken_in(pool: Pool) -> None:
-    """Two steps of 1e-3 with moments that are rounded to 8 bits of significand, or to codes 1/64 apart, are closer."""
-    check_taken_in(pool, {(3, "fp32"): 1e-6})
-
-
-@pytest.mark.full("tests/habits/test_uses.py::test_states_of_torchs_adamw_are_taken_in")
-def test_states_of_torchs_adamw_are_taken_in_at_all_stages(pool: Pool) -> None:
-    limits = {"fp32": 1e-6, "bf16": 1e-4, "int8": 1e-3}
-    check_taken_in(pool, {(stage, kind): limit for stage in (0, 1, 2, 3) for kind, limit in limits.items()})
-
-
-def check_taken_in(pool: Pool, limits: dict[tuple[int, str], float]) -> None:
-    for limit, of_ranks in zip(limits.values(), of_cells(pool, 2, continued, [*limits]), strict=True):
-        assert max(of_ranks) <= limit
-
-
-def begun_anew(rank: int, ranks: int) -> list[tuple[float, float]]:
-    """By parameter: its count of steps and its largest moment, after states of one without updates were loaded."""
-    plain, sharded = build("Scalars"), sharded_of("Scalars", 3)
-    theirs, ours = torch.optim.AdamW(plain.parameters()), AdamW(sharded)
-    for optim, model in ((theirs, plain), (ours, sharded.model)):
-        model(torch.ones(2, 4)).sum().backward()
-        optim.step()
-    saved = theirs.state_dict()
-    names = [name for name, _ in plain.named_parameters()]
-    for name in ("logit_scale", "embed.weight"):
-        del saved["state"][names.index(name)]
-    ours.load_state_dict(saved)
-    found = []
-    for name in ("logit_scale", "embed.weight", "head.weight"):
-        states = ours.state[sharded.named_params()[name]]
-        found.append((float(states["step"]), float(whole(states["exp_avg"]).abs().max())))
-    return found
-
-
-def test_parameters_without_states_in_torchs_begin_anew(pool: Pool) -> None:
-    for scale, embed, head in pool.run(begun_anew, 2):
-        assert scale == embed == (0.0, 0.0)
-        assert head[0] == 1.0
-        assert head[1] > 0.0
-
-
-def edited_apart(rank: int, ranks: int, stage: int, replicate: int, how: str) -> str:
+def edited_apart(rank: int, ranks: int, stage: int, how: str) -> str:
     """What `step` says where gradients of the copies of a shard were edited differently, or alike."""
-    mesh = make_mesh("cpu", replicate=replicate)
-    sharded = shard(build("Net"), ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=mesh)
+    sharded = sharded_of("Net", stage, replicate=2)
     model, optim = sharded.model, AdamW(sharded)
-    model(torch.ones(2, 4)).sum().backward()
+    model(ROWS).sum().backward()
     weight: Any = model.head.weight
     if how == "loss":
         (weight.to_local().square().sum() * (1 + rank)).backward()
@@ -683,19 +551,12 @@ def edited_apart(rank: int, ranks: int, stage: int, replicate: int, how: str) ->
     return said_by(optim.step)
 
 
-def test_copies_of_a_shard_that_were_edited_apart_are_refused(pool: Pool) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (4, 1), (4, 3)])
+def test_copies_of_a_shard_that_were_edited_apart_are_refused(pool: Pool, ranks: int, stage: int) -> None:
     """Otherwise the copies would drift apart, unseen, since all ranks agree on one norm."""
-    check_apart(pool, 2, (0,))
-
-
-@pytest.mark.full("tests/habits/test_uses.py::test_copies_of_a_shard_that_were_edited_apart_are_refused")
-def test_copies_of_hybrid_shards_that_were_edited_apart_are_refused(pool: Pool) -> None:
-    check_apart(pool, 4, (1, 3))
-
-
-def check_apart(pool: Pool, ranks: int, stages: tuple[int, ...]) -> None:
-    cells = [(stage, 2, how) for stage, how in product(stages, ("loss", "noise", "alike"))]
-    for (stage, _, how), of_ranks in zip(cells, of_cells(pool, ranks, edited_apart, cells), strict=True):
+    cells = [(stage, how) for how in ("loss", "noise", "alike")]
+    for (_, how), of_ranks in zip(cells, of_cells(pool, ranks, edited_apart, cells), strict=True):
         for told in of_ranks:
             refused = told.startswith("ranks that have replicas of a shard ended with different gradients")
             assert refused is (how != "alike"), told
@@ -719,7 +580,7 @@ def numbers_of(rank: int, ranks: int, stage: int, host: bool) -> list[tuple[Any,
     """Each number of a gradient as torch users ask for it, and that of the whole."""
     sharded = sharded_of("Net", stage, offload=HOST if host else None)
     AdamW(sharded)
-    sharded.model(torch.ones(2, 4)).sum().backward()
+    sharded.model(ROWS).sum().backward()
     grad: Any = sharded.model.get_parameter("head.weight").grad
     found = []
     for number in NUMBERS.values():
@@ -763,63 +624,51 @@ def follow(model: nn.Module, follower: nn.Module, optim: torch.optim.Optimizer) 
 
 
 def test_a_model_without_optimizer_computes_with_what_was_written_into_it(pool: Pool) -> None:
-    """A target network or a teacher, which no optimizer of ours watches."""
+    """A target network, a teacher or a moving average, which no optimizer of ours watches."""
     model, follower = build("Net"), build("Net")
     expected = follow(model, follower, torch.optim.AdamW(model.parameters(), **OPTIONS))
-    cells = [(0, False), (3, True)]
-    for losses in of_all(pool, 2, followed, cells):
+    for losses in of_all(pool, 2, followed, [(0, False), (3, True)]):
         assert losses == pytest.approx(expected, rel=1e-5)
     assert len({round(loss, 3) for loss in expected}) == 3
 
 
 def reached_last(rank: int, ranks: int, stage: int, orders: list[tuple[int, ...]]) -> Tensor:
     """The gradient of a block that only the last microbatch reaches, in bf16."""
-    mesh = make_mesh("cpu", replicate=ranks if stage == 0 else 1)
-    sharded = shard(build("Net"), ZeroConfig(stage=stage), mesh=mesh, microbatches=len(orders))
-    model = sharded.model
-    for index, model.order in enumerate(orders):
+    sharded = sharded_of("Net", stage, len(orders), precision={"param": "bf16"})
+    for index, sharded.model.order in enumerate(orders):
         with sharded.microbatch(is_last=index == len(orders) - 1):
-            model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
-    return whole(model.blocks[1].up.weight.grad)
+            sharded.model(ROWS.bfloat16()).float().square().mean().backward()
+    return whole(sharded.model.blocks[1].up.weight.grad)
 
 
 def test_the_last_microbatch_may_be_the_first_to_reach_a_unit(pool: Pool) -> None:
-    both, one = [(0, 2), (0, 1, 2)], [(0, 1, 2)]
-    cells = [(stage, orders) for stage in (0, 1, 2) for orders in (both, one)]
-    found = of_all(pool, 2, reached_last, cells)
-    assert all(grad.abs().max() > 0 for grad in found)
-    for after_another, alone in zip(found[0::4] + found[1::4], found[2::4] + found[3::4], strict=True):
-        assert torch.equal(after_another, alone)
-
-
-def loaded_alone(rank: int, ranks: int, host: bool) -> list[Tensor]:
-    """Parameters in bf16 after the optimizer's states alone were loaded, and a step."""
-    sharded = shard(
-        build("Net"),
-        ZeroConfig(stage=2),
-        offload=OffloadConfig(**HOST) if host else None,
+    after_another, alone = (
+        of_all(pool, 2, reached_last, [(stage, orders) for stage in (0, 1, 2)])
+        for orders in ([(0, 2), (0, 1, 2)], [(0, 1, 2)])
     )
-    optim = AdamW(sharded, lr=0.03)
-
-    def train(steps: int) -> None:
-        for step in range(steps):
-            sharded.model(torch.full((2, 4), 0.5 + step, dtype=torch.bfloat16)).float().square().mean().backward()
-            optim.step()
-            optim.zero_grad()
-
-    train(2)
-    saved = copy.deepcopy(optim.state_dict())
-    train(3)
-    optim.load_state_dict(saved)
-    train(2)
-    optim.synchronize()
-    return [whole(param.detach()) for param in sharded.model.parameters()]
+    assert all(grad.abs().max() > 0 for grad in alone)
+    assert all(torch.equal(one, other) for one, other in zip(after_another, alone, strict=True))
 
 
-def test_states_loaded_without_the_model_give_the_same_bits_on_every_tier(pool: Pool) -> None:
-    """As in torch the parameters stay; masters that are not theirs follow them."""
-    device, host = of_cells(pool, 2, loaded_alone, [(False,), (True,)])
-    assert all(torch.equal(one, other) for one, other in zip(chain(*device), chain(*host), strict=True))
+class Partly(nn.Linear):
+    """A layer with a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.other = nn.Parameter(torch.ones(4))
+
+
+def gradient_of_three(rank: int, ranks: int, stage: int) -> list[float]:
+    """Of the last bias in bf16, after three microbatches that each add 1."""
+    sharded = shard(nn.Sequential(Partly(), Partly()), stage, microbatches=3)
+    for index in range(3):
+        with sharded.microbatch(is_last=index == 2):
+            sharded.model(torch.ones(1, 4)).float().sum().backward()
+    return whole(sharded.model.get_parameter("1.bias").grad).tolist()
+
+
+def test_every_microbatch_counts_where_a_parameter_of_the_unit_is_never_used(pool: Pool) -> None:
+    assert of_all(pool, 2, gradient_of_three, STAGES) == [[3.0] * 4] * 8
 
 
 class Words(nn.Module):
@@ -828,8 +677,7 @@ class Words(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         made = nn.EmbeddingBag if how == "bag" else nn.Embedding
-        self.embed = made(4, 8, sparse=True, mode="mean") if how == "bag" else made(4, 8, sparse=True)
-        self.head = nn.Linear(8, 4, bias=False)
+        self.embed, self.head = made(4, 8, sparse=True), nn.Linear(8, 4, bias=False)
         if how == "tied":
             self.head.weight = self.embed.weight
         if how == "frozen":
@@ -846,13 +694,10 @@ def sparse(rank: int, ranks: int, stage: int, how: str) -> float | str:
     model, words = Words(how), torch.tensor([[1, 2], [2, 3]])
     plain = copy.deepcopy(model)
     plain(words).square().sum().backward()
-    try:
-        sharded = shard(model, stage, precision="fp32")
-    except ValueError as error:
-        return str(error)
-    sharded.model(words).square().sum().backward()
-    head = sharded.named_params().get("head.weight", sharded.model.embed.weight)
-    return float((whole(head.grad) - plain.head.weight.grad).abs().max())
+    if told := said_by(lambda: shard(model, stage, precision="fp32")):
+        return told
+    model(words).square().sum().backward()
+    return float((whole(model.head.weight.grad) - plain.head.weight.grad).abs().max())
 
 
 def test_an_embedding_with_sparse_gradients_is_refused_but_where_its_gradient_is_dense_or_none(pool: Pool) -> None:

@@ -1,15 +1,14 @@
 """A loop of accelerate as users write it, over a plain model (DDP) and over one that dzero shards.
 
-    torchrun --nproc-per-node=2 accelerate_runs.py OUT '[{"stage": 3}, ...]'
+    torchrun --nproc-per-node=2 accelerate_runs.py OUT '[{"stage": 3}, ...]' [all]
 
 OUT/results.json has, for each of these settings and for "plain", the losses, norms, learning rates and final weights;
-and what else of accelerate was tried, by name.
+with `all`, also what else of accelerate was tried, by name.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from launched import as_script, whole
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,10 +36,6 @@ def loader(shuffle: bool) -> DataLoader[Any]:
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     return DataLoader(data, BATCH, shuffle=shuffle, generator=torch.Generator().manual_seed(3))
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train(settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -146,24 +142,22 @@ def dtype_in_autocast() -> str:
         return str(sharded.model(torch.ones(2, 8)).dtype)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    found: dict[str, Any] = {"plain": train(None), "dzero": [train(each) for each in settings]}
-    found["resumes"] = resumes(out / "a")
-    found["resumes with a prepared model"] = resumes(out / "b", "model")
-    found["saves a prepared optimizer"] = told(lambda: resumes(out / "c", "optim"))
+def main(folder: Path, words: list[str]) -> dict[str, Any]:
+    settings, *more = words
+    found: dict[str, Any] = {"plain": train(None), "dzero": [train(each) for each in json.loads(settings)]}
+    if not more:
+        return found
+    found["resumes"] = resumes(folder / "a")
+    found["resumes with a prepared model"] = resumes(folder / "b", "model")
+    found["saves a prepared optimizer"] = told(lambda: resumes(folder / "c", "optim"))
     found["steps on each microbatch"] = told(steps_on_each_microbatch)
     refused = [""] * dist.get_world_size()
-    dist.all_gather_object(refused, first_ranks_file(out / "d"))
+    dist.all_gather_object(refused, first_ranks_file(folder / "d"))
     found["first rank's file"] = refused
-    found["no states"] = told(lambda: Loop().accelerator.load_state(str(out / "d")))
+    found["no states"] = told(lambda: Loop().accelerator.load_state(str(folder / "d")))
     found["autocast"] = dtype_in_autocast()
-    if dist.get_rank() == 0:
-        (out / "results.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -9,9 +9,7 @@ ranks plain Trainer is DDP, whose sums and samplers are those of ranks.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import small_models
 import torch
 import torch.distributed as dist
 import transformers
+from launched import as_script, is_first, wait_for_all, whole
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from trainer_runs import collate, model, samples
+from trainer_runs import collate, samples
 
 from dzero.integrations.transformers import DzeroMixin, DzeroTrainer
 
@@ -59,7 +60,7 @@ class Make:
         args = kind(**{"output_dir": str(self.folder / "out"), **ARGS, **given.pop("args", {})})
         data = {"train_dataset": samples(48), "eval_dataset": samples(14), "data_collator": collate}
         if "model_init" not in given:
-            data["model"] = model()
+            data["model"] = small_models.llama()
         if self.settings is None:
             return base(args=args, **{**data, **given})
         over = DzeroTrainer if base is transformers.Trainer else type("Over", (DzeroMixin, base), {})
@@ -67,7 +68,7 @@ class Make:
 
 
 def shared(make: Callable[[], Any]) -> Any:
-    """Return what rank 0 makes."""
+    """What rank 0 makes."""
     made = [make() if is_first() else None]
     if dist.is_initialized():
         dist.broadcast_object_list(made, src=0)
@@ -79,49 +80,27 @@ def habit(function: Callable[[Make], Any]) -> Callable[[Make], Any]:
     return function
 
 
-def logs(trainer: Any) -> list[dict[str, float]]:
-    kept = (
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "eval_loss",
-        "eval_accuracy",
-        "epoch",
-        "step",
-        "num_input_tokens_seen",
-    )
-    return [{key: row[key] for key in kept if key in row} | {"keys": sorted(row)} for row in trainer.state.log_history]
-
-
-def weights(trainer: Any) -> dict[str, Any]:
-    return {
-        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().double().sum().item()
-        for name, param in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-    }
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step", "num_input_tokens_seen")
 
 
 def trained(trainer: Any, **given: Any) -> dict[str, Any]:
+    """What a run logs, and sums of its weights."""
     trainer.train(**given)
-    return {"logs": logs(trainer), "weights": weights(trainer)}
+    history = trainer.state.log_history
+    logs = [{key: row[key] for key in LOGGED if key in row} | {"keys": sorted(row)} for row in history]
+    params = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    return {"logs": logs, "weights": {name: whole(param).detach().double().sum().item() for name, param in params}}
 
 
-def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def wait_for_all() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def saved(trainer: Any) -> None:
-    """Save the model, and wait for the first rank, as a script must that reads it on all."""
+def trained_and_saved(make: Make, model: nn.Module, rows: list[dict[str, Any]], **args: Any) -> list[Any]:
+    """What a run logs and weighs, its loss of other rows, and sums of the weights that it saved."""
+    given = {"train_dataset": rows, "eval_dataset": rows[:9], "data_collator": transformers.default_data_collator}
+    trainer = make(model=model, args=args, **given)
+    found = [trained(trainer), trainer.evaluate()["eval_loss"]]
     trainer.save_model()
-    wait_for_all()
-
-
-def sums(model: nn.Module) -> dict[str, Any]:
-    return {"weights": {name: param.double().sum().item() for name, param in model.named_parameters()}}
+    wait_for_all()  # for the first rank, as a script must that reads it on all
+    saved = load_file(make.folder / "out" / "model.safetensors")
+    return [*found, {"weights": {name: value.double().sum().item() for name, value in saved.items()}}]
 
 
 def accuracy(predictions: Any) -> dict[str, float]:
@@ -219,12 +198,12 @@ def stops_early(make: Make) -> Any:
 
 @habit
 def passes_an_optimizer(make: Make) -> Any:
-    whole = model()
-    head = [whole.lm_head.weight]
-    body = [param for name, param in whole.named_parameters() if name != "lm_head.weight"]
+    model = small_models.llama()
+    head = [model.lm_head.weight]
+    body = [param for name, param in model.named_parameters() if name != "lm_head.weight"]
     optim = torch.optim.AdamW([{"params": body}, {"params": head, "lr": 1e-3}], lr=1e-2, betas=(0.8, 0.9))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=[1e-2, 1e-3], total_steps=10)
-    trainer = make(model=whole, optimizers=(optim, schedule))
+    trainer = make(model=model, optimizers=(optim, schedule))
     return [trained(trainer), [group["lr"] for group in trainer.optimizer.param_groups]]
 
 
@@ -258,27 +237,29 @@ def trains_twice(make: Make) -> Any:
 
 @habit
 def makes_a_model_for_each_run(make: Make) -> Any:
-    trainer = make(model_init=model)
+    def fresh() -> Any:
+        return small_models.llama()
+
+    trainer = make(model_init=fresh)
     return [trained(trainer), trained(trainer)]
 
 
 @habit
 def freezes_parts(make: Make) -> Any:
-    whole = model()
-    whole.model.embed_tokens.requires_grad_(False)
-    return trained(make(model=whole))
+    model = small_models.llama()
+    model.model.embed_tokens.requires_grad_(False)
+    return trained(make(model=model))
 
 
 @habit
 def trains_the_rows_of_new_tokens(make: Make) -> Any:
-    whole = model()
-    table = whole.get_input_embeddings().weight
+    model = small_models.llama()
+    table = model.get_input_embeddings().weight
     table.register_hook(lambda grad: grad * (torch.arange(len(grad)) >= len(grad) // 2).unsqueeze(1))
     first = table.detach()[: len(table) // 2].clone()
-    trainer = make(model=whole)
+    trainer = make(model=model)
     told = trained(trainer)
-    after = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.detach()
-    after = after.full_tensor() if hasattr(after, "full_tensor") else after
+    after = whole(trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.detach())
     return [told, torch.equal(after[: len(first)], first), torch.equal(after[len(first) :], after[: len(first)])]
 
 
@@ -323,8 +304,7 @@ def looks_at_clipped_gradients(make: Make) -> Any:
     class Callback(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             grads = [param.grad for param in given["model"].parameters() if param.grad is not None]
-            norms = [nn.utils.get_total_norm([grad]) for grad in grads]
-            seen.append(sum(float(getattr(norm, "full_tensor", lambda norm=norm: norm)()) for norm in norms))
+            seen.append(sum(float(whole(nn.utils.get_total_norm([grad]))) for grad in grads))
 
     return [
         trained(make(args={"max_grad_norm": 0.05}, callbacks=[Callback])),
@@ -334,54 +314,27 @@ def looks_at_clipped_gradients(make: Make) -> Any:
 
 @habit
 def classifies(make: Make) -> Any:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, num_labels=3
-    )
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     rows = [{"input_ids": each["input_ids"][:5], "labels": int(each["input_ids"][0]) % 3} for each in samples(24)]
-    whole = transformers.BertForSequenceClassification(config)
-    args = {"gradient_accumulation_steps": 2}
-    given = {"train_dataset": rows, "eval_dataset": rows[:6], "data_collator": transformers.default_data_collator}
-    trainer = make(model=whole, args=args, **given)
-    found = trained(trainer)
-    saved(trainer)
-    loaded = transformers.BertForSequenceClassification.from_pretrained(make.folder / "out")
-    return [found, sums(loaded)]
+    return trained_and_saved(make, small_models.bert(), rows, gradient_accumulation_steps=2)
 
 
 @habit
 def trains_experts(make: Make) -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.MixtralConfig(**sizes, vocab_size=64, num_key_value_heads=1, num_local_experts=4)
-    return trained(make(model=transformers.MixtralForCausalLM(config), args={"gradient_accumulation_steps": 2}))
+    return trained(make(model=small_models.mixtral(), args={"gradient_accumulation_steps": 2}))
 
 
 @habit
 def looks_at_pictures(make: Make) -> Any:
     """A vision-language model, with four words for each picture."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
-    text = transformers.LlamaConfig(**sizes, vocab_size=64, num_key_value_heads=1)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=63)
-    config.vision_feature_layer = -1
-    whole = transformers.LlavaForConditionalGeneration(config)
     rows = [
         {
-            "input_ids": [1, 63, 63, 63, 63, *each["input_ids"][:5]],
+            "input_ids": [1, *[small_models.IMAGE] * 4, *each["input_ids"][:5]],
             "labels": [-100] * 5 + [*each["input_ids"][:5]],
             "pixel_values": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(number)),
         }
         for number, each in enumerate(samples(24))
     ]
-    given = {"train_dataset": rows, "eval_dataset": rows[:6], "data_collator": transformers.default_data_collator}
-    trainer = make(model=whole, **given)
-    found = trained(trainer)
-    saved(trainer)
-    loaded = transformers.LlavaForConditionalGeneration.from_pretrained(make.folder / "out")
-    return [found, sums(loaded)]
+    return trained_and_saved(make, small_models.llava(), rows)
 
 
 class Line(nn.Module):
@@ -399,13 +352,7 @@ class Line(nn.Module):
 @habit
 def trains_a_module_of_ones_own(make: Make) -> Any:
     rows = [{"x": float(number % 7), "labels": 2.0 * (number % 7) + 1} for number in range(64)]
-    given = {"train_dataset": rows, "eval_dataset": rows[:9], "data_collator": transformers.default_data_collator}
-    trainer = make(model=Line(), args={"gradient_accumulation_steps": 2, "learning_rate": 0.1}, **given)
-    found = [trained(trainer), trainer.evaluate()["eval_loss"]]
-    saved(trainer)
-    from safetensors.torch import load_file
-
-    return [found, {name: value.tolist() for name, value in load_file(make.folder / "out/model.safetensors").items()}]
+    return trained_and_saved(make, Line(), rows, gradient_accumulation_steps=2, learning_rate=0.1)
 
 
 @habit
@@ -413,31 +360,26 @@ def generates(make: Make) -> Any:
     trainer = make()
     trainer.train()
     prompts = torch.arange(3, 9).view(2, 3)[dist.get_rank() % 2 if dist.is_initialized() else 0 :][:1]
-    whole = trainer.accelerator.unwrap_model(trainer.model)
-    found = whole.generate(prompts, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    return found.tolist()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.generate(prompts, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
 
 
 @habit
 def predicts_with_generate(make: Make) -> Any:
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=0
-    )
-    config.decoder_start_token_id = 0
-    whole = transformers.T5ForConditionalGeneration(config)
     args = {"predict_with_generate": True, "generation_max_length": 8}
-    trainer = make(transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, model=whole, args=args)
+    trainer = make(
+        transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, model=small_models.t5(), args=args
+    )
     return [trained(trainer), trainer.predict(samples(6)).predictions.tolist()]
 
 
 @habit
 def saves_and_goes_on_from_the_last(make: Make) -> Any:
     args = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    whole = trained(make(args=args))
+    run = trained(make(args=args))
     names = sorted(each.name for each in (make.folder / "out").iterdir())
     trainer = make(args={**args, "max_steps": 6})
-    return [whole, names, trained(trainer, resume_from_checkpoint=True)]
+    return [run, names, trained(trainer, resume_from_checkpoint=True)]
 
 
 @habit
@@ -457,23 +399,17 @@ def goes_on_with_what_schedules_and_callbacks_wrote(make: Make) -> Any:
                     group["weight_decay"] = 0.3
 
     args = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "weight_decay": 0.1}
-    whole = trained(make(Cycled, args=args, callbacks=[Decays]))
+    run = trained(make(Cycled, args=args, callbacks=[Decays]))
     if is_first():
         shutil.rmtree(make.folder / "out" / "checkpoint-6")
     wait_for_all()
     args |= {"learning_rate": 1e-4, "weight_decay": 0.0, "adam_beta1": 0.5}
     trainer = make(Cycled, args=args, callbacks=[Decays])
     resumed = trained(trainer, resume_from_checkpoint=True)
-    assert resumed["weights"] == whole["weights"], "a resumed run is the run"
+    assert resumed["weights"] == run["weights"], "a resumed run is the run"
     kept = ("lr", "betas", "weight_decay", "initial_lr", "max_momentum")
-    return [
-        whole,
-        resumed,
-        [
-            [list(group[key]) if key == "betas" else group[key] for key in kept]
-            for group in trainer.optimizer.param_groups
-        ],
-    ]
+    groups = trainer.optimizer.param_groups
+    return [run, resumed, [[[*group[key]] if key == "betas" else group[key] for key in kept] for group in groups]]
 
 
 @habit
@@ -490,15 +426,8 @@ def goes_on_after_a_kill_during_a_save(make: Make) -> Any:
 
 @habit
 def drops_out(make: Make) -> Any:
-    def dropping() -> Any:
-        torch.manual_seed(0)
-        whole = model()
-        for layer in whole.model.layers:
-            layer.self_attn.attention_dropout = 0.2
-        return whole
-
     settings = ({}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2})
-    return [trained(make(model=dropping(), args=args)) for args in settings]
+    return [trained(make(model=small_models.llama(attention_dropout=0.2), args=args)) for args in settings]
 
 
 @habit
@@ -513,20 +442,21 @@ def evaluates_between_microbatches(make: Make) -> Any:
 
 @habit
 def drops_columns_that_the_model_does_not_know(make: Make) -> Any:
-    rows = [{"ids": number, "note": "x", **samples(8)[number % 8]} for number in range(32)]
-    data = datasets.Dataset.from_list(
-        [{key: getattr(v, "tolist", lambda v=v: v)() for key, v in row.items()} for row in rows]
-    )
+    rows = [{key: value.tolist() for key, value in row.items()} for row in samples(8)]
+    data = datasets.Dataset.from_list([{"ids": number, "note": "x", **rows[number % 8]} for number in range(32)])
 
     def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         return collate([{key: torch.tensor(value) for key, value in row.items()} for row in batch])
 
     trainer = make(train_dataset=data, eval_dataset=data, data_collator=padded, args={"dataloader_num_workers": 1})
-    return [trainer.evaluate()["eval_loss"] if make.settings else None, trained(trainer)][1:]
+    return trained(trainer)
 
 
 @habit
 def tells_what_it_trained(make: Make) -> Any:
+    def seen(predictions: Any) -> dict[str, float]:
+        return {"seen": float(predictions.inputs.sum() + predictions.losses.sum())}
+
     trainer = make(args={"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1}, compute_metrics=seen)
     trainer.train()
     trainer.save_state()
@@ -534,29 +464,17 @@ def tells_what_it_trained(make: Make) -> Any:
     return [rates, trainer.evaluate()["eval_seen"]]
 
 
-def seen(predictions: Any) -> dict[str, float]:
-    return {"seen": float(predictions.inputs.sum() + predictions.losses.sum())}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    out, settings, names = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+def main(folder: Path, words: list[str]) -> dict[str, Any]:
+    settings, *names = words
     found: dict[str, Any] = {}
     for name in names or HABITS:
         found[name] = {}
-        for side, given in (("plain", None), ("dzero", settings)):
+        for side, given in (("plain", None), ("dzero", json.loads(settings))):
             print(f"{name}: {side}", flush=True)
             transformers.set_seed(1)
-            found[name][side] = HABITS[name](Make(given, out))
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if is_first():
-        (out / "results.json").write_text(json.dumps({"ranks": ranks, "habits": found}))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+            found[name][side] = HABITS[name](Make(given, folder))
+    return {"ranks": dist.get_world_size() if dist.is_initialized() else 1, "habits": found}
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

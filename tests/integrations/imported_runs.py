@@ -1,18 +1,17 @@
 """Runs that resume from an imported checkpoint: a loop of one's own on the ranks of a pool, and a script of Trainer.
 
-python imported_runs.py checkpoint-6
+python imported_runs.py FOLDER checkpoint-6
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from launched import as_script
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from with_deepspeed.tiny_llama import BETAS, DECAY, LR, SAVED, STEPS, batch, config
 
@@ -51,11 +50,11 @@ def resumed_run(rank: int, ranks: int, folder: str, stage: int, offload: str, ra
     return {"rank": rank, "losses": losses, "params": whole, "step": resumed.step, "extra": resumed.extra}
 
 
-def trainer(checkpoint: str) -> None:
-    """Make two more steps, and write what Trainer logged of them."""
+def trainer(folder: Path, words: list[str]) -> list[dict[str, Any]]:
+    """What Trainer logs of two more steps."""
     data = [{"input_ids": row, "labels": row} for row in batch(0, 0, 1).repeat(8, 1)]
     args = transformers.TrainingArguments(
-        output_dir=".",
+        output_dir=str(folder),
         max_steps=SAVED + 2,
         learning_rate=LR / 2,
         lr_scheduler_type="constant",
@@ -67,9 +66,9 @@ def trainer(checkpoint: str) -> None:
     )
     model = transformers.LlamaForCausalLM(config())
     run = DzeroTrainer(model=model, args=args, train_dataset=data, dzero={"stage": 3})
-    run.train(resume_from_checkpoint=checkpoint)
-    Path("logs.json").write_text(json.dumps([row for row in run.state.log_history if "learning_rate" in row]))
+    run.train(resume_from_checkpoint=words[0])
+    return [row for row in run.state.log_history if "learning_rate" in row]
 
 
 if __name__ == "__main__":
-    trainer(sys.argv[1])
+    as_script(trainer)

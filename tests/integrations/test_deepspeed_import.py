@@ -10,38 +10,78 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import in_process
 import pytest
 import torch
-from imported_runs import resumed_run
 from pool import Pool
 from safetensors.torch import load_file, save_file
 from typed_commands import typed
 
+from dzero.integrations.deepspeed import importer
 from dzero.integrations.deepspeed.importer import import_deepspeed
+from dzero.integrations.deepspeed.torch_reader import TorchFiles
 
-transformers = pytest.importorskip("transformers")
-from with_deepspeed.tiny_llama import LR, SAVED, config  # noqa: E402  # needs transformers
+pytest.importorskip("transformers")
+import transformers
+from imported_runs import resumed_run
+from launched import launched, torchrun
+from with_deepspeed.tiny_llama import LR, SAVED, config
 
-ROOT = Path(__file__).parents[2]
 MADE = Path(__file__).parent / "with_deepspeed"
 """Folders that DeepSpeed wrote (with_deepspeed/train_with_deepspeed.py)."""
-NORM = "zero/model.norm.weight"
+KEPT = {"master": ("fp32", 1.0), "exp_avg": ("exp_avg", 2.0), "exp_avg_sq": ("exp_avg_sq", 3.0)}
+"""States of a parameter: their files, and how many times the parameter `write_universal` makes them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_reader() -> Iterator[None]:
+    """One process, which takes seconds to start, reads the files of all tests here; where a file ends it, another."""
+    made: list[TorchFiles] = []
+
+    def reader() -> nullcontext[TorchFiles]:
+        if not made or made[-1]._process.poll() is not None:
+            made.append(TorchFiles())
+        return nullcontext(made[-1])
+
+    with patch.object(importer, "TorchFiles", reader):
+        yield
+    for each in made:
+        each.__exit__()
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint that a folder of DeepSpeed's becomes; each is imported once."""
+    folder, found = tmp_path_factory.mktemp("imported"), dict[str, Path]()
+
+    def checkpoint(made: str) -> Path:
+        if made not in found:
+            found[made] = import_deepspeed(MADE / made / "universal", folder / made)
+        return found[made]
+
+    return checkpoint
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Losses and rates of DeepSpeed's own run after the checkpoint."""
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return facts
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize(("made", "stage", "offload", "ranks"), [("zero2", 3, "none", 2), ("zero3", 1, "host", 2)])
+@pytest.mark.parametrize(("made", "stage", "offload"), [("zero2", 3, "none"), ("zero3", 1, "host")])
 def test_a_run_goes_on_as_with_deepspeed(
-    made: str, stage: int, offload: str, ranks: int, tmp_path: Path, pool: Pool
+    made: str, stage: int, offload: str, pool: Pool, imported: Callable[[str], Path]
 ) -> None:
-    facts = json.loads((MADE / made / "facts.json").read_text())
-    path = import_deepspeed(MADE / made / "universal", tmp_path / "checkpoints")
-    assert path == tmp_path / "checkpoints" / f"step_{SAVED:08d}"
-    for found in pool.run(resumed_run, ranks, str(path.parent), stage, offload, facts["rates"]):
+    facts, path = facts_of(MADE / made), imported(made)
+    assert path.name == f"step_{SAVED:08d}"
+    for found in pool.run(resumed_run, 2, str(path.parent), stage, offload, facts["rates"]):
         assert found["step"] == SAVED
         assert found["extra"]["imported"]["lr"] == [facts["rates"][0]] * 2, "the next rate of both groups"
         assert found["losses"] == pytest.approx(facts["losses"], rel=0, abs=1e-5)
@@ -62,15 +102,15 @@ def states(path: Path) -> Any:
     return json.loads((path / "manifest.json").read_text())["body"]["state"]
 
 
-def test_states_are_those_of_the_files_to_the_bit(tmp_path: Path) -> None:
-    found = stored(import_deepspeed(MADE / "zero2" / "universal", tmp_path / "out"))
+def test_states_are_those_of_the_files_to_the_bit(imported: Callable[[str], Path]) -> None:
+    found = stored(imported("zero2"))
     for folder in (MADE / "zero2" / "universal" / "zero").iterdir():
         if folder.is_dir() and folder.name != "lm_head.weight":  # tied to the embedding
-            for key, file in (("master", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            for key, (file, _) in KEPT.items():
                 want = torch.load(folder / f"{file}.pt", weights_only=True)["param"]
                 assert torch.equal(found.pop(f"{key}.{folder.name}"), want)
     assert found == {}
-    optim = states(tmp_path / "out" / f"step_{SAVED:08d}")["optim"]
+    optim = states(imported("zero2"))["optim"]
     assert {state["step"] for state in optim["states"].values()} == {SAVED}
     assert [group["weight_decay"] for group in optim["groups"]] == [0.01, 0.0]
 
@@ -81,16 +121,32 @@ def save_config(folder: Path, settings: Any) -> str:
     return str(folder)
 
 
-def test_the_command_names_parameters_for_a_run_of_model_hf(tmp_path: Path) -> None:
+def test_the_command_names_parameters_for_a_run_of_model_hf(tmp_path: Path, imported: Callable[[str], Path]) -> None:
     model = save_config(tmp_path / "model", config())
     told = command(MADE / "zero3" / "universal", tmp_path / "out", "--model", model, "--step", "40").stdout
     assert "step_00000040: 11 trained parameters" in told
     assert f"moments after {SAVED} updates; the learning rate of the next step was 0.00945946" in told
-    plain = stored(import_deepspeed(MADE / "zero3" / "universal", tmp_path / "plain"))
     found = stored(tmp_path / "out" / "step_00000040")
-    assert {name.replace(".model.", ".", 1): value.tolist() for name, value in found.items()} == {
-        name: value.tolist() for name, value in plain.items()
-    }
+    plain = {name: value.tolist() for name, value in stored(imported("zero3")).items()}
+    assert {name.replace(".model.", ".", 1): value.tolist() for name, value in found.items()} == plain
+
+
+def write_universal(folder: Path, params: dict[str, torch.Tensor], **told: Any) -> None:
+    """Write what DeepSpeed writes at stage 2, with states that are multiples of the parameters."""
+    for name, param in params.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for file, factor in KEPT.values():
+            torch.save({"cat_dim": 0, "param": param * factor}, folder / "zero" / name / f"{file}.pt")
+        torch.save(torch.tensor(6.0), folder / "zero" / name / "step.pt")
+    states = {"param_shapes": [{name: param.shape for name, param in params.items()}], "module": params}
+    torch.save({**states, "global_steps": 6, "skipped_steps": 0, **told}, folder / "mp_rank_00_model_states.pt")
+    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
+
+
+def check_written(found: dict[str, torch.Tensor], name: str, param: torch.Tensor) -> None:
+    """The states of a parameter of `write_universal`; they are taken out."""
+    for key, (_, factor) in KEPT.items():
+        assert torch.equal(found.pop(f"{key}.{name}"), param * factor)
 
 
 def test_experts_of_an_older_layout_become_those_of_the_model(tmp_path: Path) -> None:
@@ -104,21 +160,8 @@ def test_experts_of_an_older_layout_become_those_of_the_model(tmp_path: Path) ->
     write_universal(tmp_path / "old", old)
     found = stored(import_deepspeed(tmp_path / "old", tmp_path / "out", model))
     for name, param in model.named_parameters():
-        for key, factor in (("master", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
-            assert torch.equal(found.pop(f"{key}.{name}"), param.detach() * factor)
+        check_written(found, name, param.detach())
     assert found == {}
-
-
-def write_universal(folder: Path, params: dict[str, torch.Tensor], **told: Any) -> None:
-    """Write what DeepSpeed writes at stage 2; moments are 2 and 3 times the parameters."""
-    for name, param in params.items():
-        (folder / "zero" / name).mkdir(parents=True)
-        for file, factor in (("fp32", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
-            torch.save({"cat_dim": 0, "param": param * factor}, folder / "zero" / name / f"{file}.pt")
-        torch.save(torch.tensor(6.0), folder / "zero" / name / "step.pt")
-    states = {"param_shapes": [{name: param.shape for name, param in params.items()}], "module": params}
-    torch.save({**states, "global_steps": 6, "skipped_steps": 0, **told}, folder / "mp_rank_00_model_states.pt")
-    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
 
 
 def test_frozen_parameters_that_were_left_out_are_those_of_the_model(tmp_path: Path) -> None:
@@ -133,8 +176,7 @@ def test_frozen_parameters_that_were_left_out_are_those_of_the_model(tmp_path: P
     found = stored(import_deepspeed(tmp_path / "from", tmp_path / "out", model))
     for name, param in model.named_parameters():
         if name in trained:
-            for key, factor in (("master", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
-                assert torch.equal(found.pop(f"{key}.{name}"), trained[name] * factor)
+            check_written(found, name, trained[name])
         else:
             assert torch.equal(found.pop(f"param.{name}"), param)
     assert found == {}
@@ -144,18 +186,18 @@ def test_frozen_parameters_that_were_left_out_are_those_of_the_model(tmp_path: P
 
 def test_weights_of_zero_to_fp32_start_without_moments(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config())
-    (tmp_path / "bin").mkdir()
-    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
-    (tmp_path / "safe").mkdir()
     weights = {name: param.detach() for name, param in model.named_parameters()}
+    for folder in ("bin", "safe"):
+        (tmp_path / folder).mkdir()
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     save_file(weights, tmp_path / "safe" / "model.safetensors")
     for folder in ("bin", "safe"):
         found = stored(import_deepspeed(tmp_path / folder, tmp_path / f"out {folder}", model))
         for name, param in weights.items():
-            assert torch.equal(found[f"master.{name}"], param)
-            assert not found[f"exp_avg.{name}"].any()
-            assert not found[f"exp_avg_sq.{name}"].any()
-        assert len(found) == 3 * len(weights)
+            assert torch.equal(found.pop(f"master.{name}"), param)
+            assert not found.pop(f"exp_avg.{name}").any()
+            assert not found.pop(f"exp_avg_sq.{name}").any()
+        assert found == {}
 
 
 class Code:
@@ -173,85 +215,73 @@ def endless() -> bytes:
     return pickle.dumps(tree, protocol=2)
 
 
-def pickled_as(path: Path, data: bytes, **how: Any) -> None:
+def pickled_as(path: Path, data: bytes) -> None:
     """Put another pickle into a file of torch.save."""
     with zipfile.ZipFile(path) as file:
         parts = {name: file.read(name) for name in file.namelist()}
-    with zipfile.ZipFile(path, "w", **how) as file:
+    with zipfile.ZipFile(path, "w") as file:
         for name, part in parts.items():
             file.writestr(name, data if name.endswith("data.pkl") else part)
 
 
-def expanded(folder: Path) -> None:
-    """A tensor of a terabyte whose elements are all the same one."""
-    torch.save({"param": torch.zeros(1).expand(1 << 38)}, folder / NORM / "fp32.pt")
+def saving(name: str, value: Any) -> Callable[[Path], object]:
+    return lambda folder: torch.save(value, folder / name)
 
 
-def resaved(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
-    torch.save(change(torch.load(folder / name, weights_only=True)), folder / name)
+def resaving(name: str, change: Callable[[Any], Any]) -> Callable[[Path], object]:
+    return lambda folder: torch.save(change(torch.load(folder / name, weights_only=True)), folder / name)
 
 
-def linked(folder: Path, name: str) -> None:
-    (folder / name).rename(folder.parent / "elsewhere")
-    (folder / name).symlink_to(folder.parent / "elsewhere")
+def pickling(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: pickled_as(folder / name, data)
 
 
-STATES = "mp_rank_00_model_states.pt"
+def linking(name: str) -> Callable[[Path], object]:
+    def link(folder: Path) -> None:
+        (folder / name).rename(folder.parent / "elsewhere")
+        (folder / name).symlink_to(folder.parent / "elsewhere")
+
+    return link
+
+
+STATES, NORM = "mp_rank_00_model_states.pt", "zero/model.norm.weight"
+FP32, MOMENT, STEP = f"{NORM}/fp32.pt", f"{NORM}/exp_avg.pt", f"{NORM}/step.pt"
+INFLATED = b"\x80\x02X" + struct.pack("<I", 3 << 30) + b"a" * (64 << 20)
+TERABYTE = {"param": torch.zeros(1).expand(1 << 38)}  # whose elements are all the same one
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "code": (lambda at: torch.save(Code(), at / NORM / "fp32.pt"), "names posix.mkdir, and only tensors"),
-    "code beside": (lambda at: torch.save({"a": Code()}, at / STATES), "names posix.mkdir, and only tensors"),
+    "code": (saving(FP32, Code()), "names posix.mkdir, and only tensors"),
+    "code beside": (saving(STATES, {"a": Code()}), "names posix.mkdir, and only tensors"),
+    "code without zip": (lambda at: (at / FP32).write_bytes(pickle.dumps(Code(), protocol=2)), "nothing of it was run"),
     "cut short without zip": (
-        lambda at: (at / NORM / "fp32.pt").write_bytes(pickle.dumps([1, 2], protocol=2)[:-1]),
+        lambda at: (at / FP32).write_bytes(pickle.dumps([1, 2], protocol=2)[:-1]),
         "it ends within its pickle",
     ),
-    "code without zip": (
-        lambda at: (at / NORM / "fp32.pt").write_bytes(pickle.dumps(Code(), protocol=2)),
-        "nothing of it was run",
-    ),
-    "eval": (
-        lambda at: pickled_as(at / NORM / "step.pt", b"cbuiltins\neval\n(X\x01\x00\x00\x001tR."),
-        "names eval, and only tensors",
-    ),
-    "cut short": (lambda at: os.truncate(at / NORM / "exp_avg.pt", 900), "exp_avg.pt: no file of tensors that"),
-    "empty": (lambda at: os.truncate(at / NORM / "exp_avg.pt", 0), "exp_avg.pt: no file of tensors that"),
-    "deep": (lambda at: pickled_as(at / NORM / "step.pt", endless()), "more than 5000000 plain values"),
-    "inflated": (
-        lambda at: pickled_as(at / NORM / "step.pt", b"\x80\x02X" + struct.pack("<I", 3 << 30) + b"a" * (64 << 20)),
-        "step.pt: no file of tensors that",
-    ),
-    "expanded": (expanded, "more than a file of"),
-    "other shape": (
-        lambda at: torch.save({"param": torch.zeros(9)}, at / NORM / "exp_avg.pt"),
-        "exp_avg.pt: [9], model.norm.weight is [8]",
-    ),
-    "whole numbers": (
-        lambda at: torch.save({"param": torch.zeros(8, dtype=torch.int64)}, at / NORM / "fp32.pt"),
-        "fp32.pt: no state of a parameter",
-    ),
-    "linked file": (lambda at: linked(at, f"{NORM}/fp32.pt"), "symbolic links are not followed"),
-    "linked folder": (lambda at: linked(at, NORM), "neither the folder of a parameter"),
-    "linked zero": (lambda at: linked(at, "zero"), "symbolic link is not followed"),
+    "eval": (pickling(STEP, b"cbuiltins\neval\n(X\x01\x00\x00\x001tR."), "names eval, and only tensors"),
+    "cut short": (lambda at: os.truncate(at / MOMENT, 900), "exp_avg.pt: no file of tensors that"),
+    "empty": (lambda at: os.truncate(at / MOMENT, 0), "exp_avg.pt: no file of tensors that"),
+    "deep": (pickling(STEP, endless()), "more than 5000000 plain values"),
+    "inflated": (pickling(STEP, INFLATED), "step.pt: no file of tensors that"),
+    "expanded": (saving(FP32, TERABYTE), "more than a file of"),
+    "other shape": (saving(MOMENT, {"param": torch.zeros(9)}), "exp_avg.pt: [9], model.norm.weight is [8]"),
+    "whole numbers": (saving(FP32, {"param": torch.zeros(8).long()}), "fp32.pt: no state of a parameter"),
+    "linked file": (linking(FP32), "symbolic links are not followed"),
+    "linked folder": (linking(NORM), "neither the folder of a parameter"),
+    "linked zero": (linking("zero"), "symbolic link is not followed"),
     "name of a folder above": (
-        lambda at: resaved(at, STATES, lambda s: s | {"param_shapes": [{"../../above": torch.Size([1])}]}),
+        resaving(STATES, lambda s: s | {"param_shapes": [{"../../above": torch.Size([1])}]}),
         "'../../above' is no name of a parameter",
     ),
-    "twice": (
-        lambda at: resaved(at, STATES, lambda s: s | {"param_shapes": s["param_shapes"] * 2}),
-        "is there twice",
-    ),
+    "twice": (resaving(STATES, lambda s: s | {"param_shapes": s["param_shapes"] * 2}), "is there twice"),
     "unknown": (lambda at: (at / "zero" / "other").mkdir(), "know no parameter or buffer of that name"),
-    "folder for a file": (
-        lambda at: ((at / NORM / "fp32.pt").unlink(), (at / NORM / "fp32.pt").mkdir()),
-        "no regular file",
-    ),
-    "no moment": (lambda at: (at / NORM / "exp_avg.pt").unlink(), "exp_avg.pt: No such file"),
+    "folder for a file": (lambda at: ((at / FP32).unlink(), (at / FP32).mkdir()), "no regular file"),
+    "no moment": (lambda at: (at / MOMENT).unlink(), "exp_avg.pt: No such file"),
     "no parameter": (lambda at: shutil.rmtree(at / NORM), "model.norm.weight is not there"),
     "no model states": (lambda at: (at / STATES).unlink(), "no mp_rank_00_model_states.pt"),
-    "no step": (lambda at: (at / NORM / "step.pt").unlink(), "no step.pt, as other parameters have"),
-    "other step": (lambda at: torch.save(torch.tensor(7.0), at / NORM / "step.pt"), "has made 6 updates"),
-    "step of NaN": (lambda at: torch.save(torch.tensor(float("nan")), at / NORM / "step.pt"), "no number of steps"),
+    "no step": (lambda at: (at / STEP).unlink(), "no step.pt, as other parameters have"),
+    "other step": (saving(STEP, torch.tensor(7.0)), "has made 6 updates"),
+    "step of NaN": (saving(STEP, torch.tensor(float("nan"))), "no number of steps"),
     "other rule": (
-        lambda at: resaved(at, STATES, lambda s: s | {"ds_config": {"optimizer": {"type": "Lamb"}}}),
+        resaving(STATES, lambda s: s | {"ds_config": {"optimizer": {"type": "Lamb"}}}),
         "its optimizer is Lamb",
     ),
 }
@@ -319,12 +349,11 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_run_of_deepspeed_made_now_goes_on_here(stage: int, tmp_path: Path, pool: Pool) -> None:
     pytest.importorskip("deepspeed")
-    script = MADE / "train_with_deepspeed.py"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    line = [sys.executable, *launch, str(script), str(stage), str(tmp_path / "made")]
+    made, script = tmp_path / "made", str(MADE / "train_with_deepspeed.py")
+    line = [sys.executable, *torchrun(2), script, str(stage), str(made)]
     subprocess.run(line, check=True, timeout=600, env={**os.environ, "DS_ACCELERATOR": "cpu"})
-    facts = json.loads((tmp_path / "made" / "facts.json").read_text())
-    path = import_deepspeed(tmp_path / "made" / "universal", tmp_path / "out")
+    facts = facts_of(made)
+    path = import_deepspeed(made / "universal", tmp_path / "out")
     (found, _) = pool.run(resumed_run, 2, str(path.parent), 3, "none", facts["rates"])
     assert found["losses"] == pytest.approx(facts["losses"], rel=0, abs=1e-5)
 
@@ -351,15 +380,11 @@ def test_a_run_of_train_goes_on_after_the_imported_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.full("tests/integrations/test_deepspeed_import.py::test_a_run_goes_on_as_with_deepspeed")
-def test_a_trainer_goes_on_with_the_learning_rate_of_deepspeed(tmp_path: Path) -> None:
+def test_a_trainer_goes_on_with_the_learning_rate_of_deepspeed(tmp_path: Path, imported: Callable[[str], Path]) -> None:
     folder = tmp_path / f"checkpoint-{SAVED}"
-    folder.mkdir()
+    shutil.copytree(imported("zero2").parent, folder / "dzero")
     saved = {"max_steps": 20, "num_train_epochs": 3, "train_batch_size": 2, "logging_steps": 1}
     transformers.TrainerState(global_step=SAVED, **saved).save_to_json(str(folder / "trainer_state.json"))
-    import_deepspeed(MADE / "zero2" / "universal", folder / "dzero")
-    line = [sys.executable, str(Path(__file__).parent / "imported_runs.py"), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
-    subprocess.run(line, check=True, cwd=tmp_path, timeout=240, env=environment)
-    rates = {row["step"]: row["learning_rate"] for row in json.loads((tmp_path / "logs.json").read_text())}
-    facts = json.loads((MADE / "zero2" / "facts.json").read_text())
-    assert rates == {SAVED + 1: facts["rates"][0], SAVED + 2: LR / 2}, "then that of Trainer's own schedule"
+    rates = {row["step"]: row["learning_rate"] for row in launched("imported_runs.py", tmp_path, str(folder))}
+    first = facts_of(MADE / "zero2")["rates"][0]
+    assert rates == {SAVED + 1: first, SAVED + 2: LR / 2}, "then that of Trainer's own schedule"

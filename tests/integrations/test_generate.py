@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import dzero
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+from small_models import adapted, llama, t5
 
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -23,36 +24,18 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None, pad_token_id=0)
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
-
-
-def adapted() -> nn.Module:
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model: nn.Module = peft.get_peft_model(decoder(), settings)
-    return model
+def decoder() -> Any:
+    return llama(eos_token_id=None, pad_token_id=0)
 
 
 def tokens() -> Tensor:
     return torch.arange(3, 19).view(2, 8)
 
 
-def seq2seq() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0)
-    model: nn.Module = transformers.T5ForConditionalGeneration(config)
-    return model
-
-
 def generated(rank: int, ranks: int, stage: int) -> list[str]:
     """What differs from the whole model, if every rank stops after another number of tokens; then train on."""
     found = []
-    for make in (decoder, seq2seq):
+    for make in (decoder, t5):
         whole = make().eval()
         sharded = dzero.shard(make(), stage=stage, precision="fp32")
         optim = dzero.AdamW(sharded, lr=1e-2)
@@ -83,8 +66,8 @@ def test_ranks_may_stop_at_different_lengths(pool: Pool, stage: int) -> None:
 def alone(rank: int, ranks: int) -> list[tuple[int, ...]]:
     """Shapes of what rank 0 generates while the others do not."""
     shapes = []
-    for make in (decoder, adapted):
-        sharded = dzero.shard(make(), stage=0)
+    for model in (decoder(), adapted(decoder())):
+        sharded = dzero.shard(model, stage=0)
         if rank == 0:
             found = sharded.model.generate(input_ids=tokens()[:, :3], max_new_tokens=2, do_sample=False)
             shapes.append(tuple(found.shape))
@@ -93,7 +76,7 @@ def alone(rank: int, ranks: int) -> list[tuple[int, ...]]:
 
 
 def test_at_stage_0_one_rank_may_generate_alone(pool: Pool) -> None:
-    assert pool.run(alone, 2, timeout_s=60)[0] == [(len(tokens()), 5)] * 2
+    assert pool.run(alone, 2)[0] == [(len(tokens()), 5)] * 2
 
 
 class FSDPLinear(nn.Linear):
@@ -106,7 +89,7 @@ def named(rank: int, ranks: int, folder: Path) -> tuple[list[str], str]:
         model = FSDPLinear(2, 2)
         dzero.shard(model)
         names.append(type(model).__name__)
-    sharded: Any = dzero.shard(adapted()).model
+    sharded: Any = dzero.shard(adapted(decoder())).model
     with pytest.raises(RuntimeError, match="save_pretrained") as told:
         sharded.get_base_model().save_pretrained(folder)
     return names, str(told.value)

@@ -1,30 +1,25 @@
-"""A Trainer's script as users write it, run by plain `Trainer` in one process or by `DzeroTrainer` under torchrun.
+"""A Trainer's script as users write it, by plain `Trainer` or by `DzeroTrainer`: trainer_runs.py FOLDER '[RUN, ...]'.
 
-    python trainer_runs.py OUT                          plain
-    torchrun --nproc-per-node=2 trainer_runs.py OUT '[{"stage": 3}, ...]'   each of these settings in turn
+A run gives "args" of TrainingArguments, and what DzeroTrainer takes: "dzero" or "deepspeed"; without them plain Trainer
+runs. With "resume" it goes on from a checkpoint, and with "adapters" LoRA's matrices are trained alone. With "real"
+DeepSpeed itself runs, whose losses are those of deepspeed_losses.json (DS_ACCELERATOR=cpu torchrun --nproc-per-node=1).
 
-With a last word `adapters`, LoRA's matrices are trained alone.
-
-Arguments of Trainer for one run are under "args" of its settings, and a checkpoint to go on from under "resume".
-
-Logs, whole weights and the best checkpoint of each run are written to OUT/results.json.
+Of each run there are logs, whole parameters and the best checkpoint, or what it was told.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import small_models
 import torch
-import torch.distributed as dist
 import transformers
+from launched import as_script, whole
 from torch import Tensor
 
-SAMPLES, HELD_OUT, BATCH, ACCUMULATE, STEPS = 48, 16, 4, 4, 6
-MIDDLE = 2
-"""A step in the middle of an epoch of three steps, after which a checkpoint is resumed from."""
+SAMPLES, HELD_OUT, STEPS = 48, 16, 6
 
 
 def samples(count: int) -> list[dict[str, Tensor]]:
@@ -53,93 +48,44 @@ def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
-        max_position_embeddings=64,
-    )
-    made = transformers.LlamaForCausalLM(config)
-    if sys.argv[-1] != "adapters":
-        return made
-    import peft
-
-    return peft.get_peft_model(made, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
-
-
-def train(folder: Path, settings: dict[str, Any] | None, resume: Path | None = None) -> dict[str, Any]:
-    """Clipping bites, the schedule warms up, and the best model is loaded at the end."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    settings = None if settings is None else dict(settings)
-    more = settings.pop("args", {}) if settings else {}
-    resume = settings.pop("resume", resume) if settings else resume
-    kept: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH // ranks,
-        "per_device_eval_batch_size": BATCH // ranks,
-        "gradient_accumulation_steps": ACCUMULATE,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-        "weight_decay": 0.1,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": MIDDLE,
-        "save_steps": MIDDLE,
-        "load_best_model_at_end": True,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-        "data_seed": 3,
-    }
-    args = transformers.TrainingArguments(**{**kept, **more})
-    given: dict[str, Any] = {
-        "model": model(),
-        "args": args,
+def train(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
+    args: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "seed": 3, **run.get("args", {})}
+    over = {key: run[key] for key in ("dzero", "deepspeed") if key in run}
+    if run.get("real"):
+        args |= over
+        over = {}
+    args = {**args, "output_dir": str(folder), "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    model = small_models.llama()
+    given = {
+        "model": small_models.adapted(model) if run.get("adapters") else model,
+        "args": transformers.TrainingArguments(**args),
         "train_dataset": samples(SAMPLES),
         "eval_dataset": samples(HELD_OUT),
         "data_collator": collate,
     }
-    if settings is None:
-        trainer = transformers.Trainer(**given)
-    else:
+    if over:
         from dzero.integrations.transformers import DzeroTrainer
 
-        trainer = DzeroTrainer(**given, dzero=settings)
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        trainer = DzeroTrainer(**given, **over)
+    else:
+        trainer = transformers.Trainer(**given)
+    trainer.train(resume_from_checkpoint=run.get("resume"))
     trainer.save_model()
     logged = ("loss", "grad_norm", "learning_rate", "eval_loss")
     logs = [{key: row[key] for key in logged if key in row} for row in trainer.state.log_history]
-    params = {
-        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().tolist()
-        for name, param in trainer.model.named_parameters()
-    }
+    params = {name: whole(param).detach().tolist() for name, param in trainer.model.named_parameters()}
     return {"logs": logs, "params": params, "best": trainer.state.best_model_checkpoint}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    given = [word for word in sys.argv[2:] if word != "adapters"]
-    out, runs = Path(sys.argv[1]), json.loads(given[0]) if given else [None]
-    if given:
-        dist.init_process_group("gloo")
-    found = [train(out / str(number), settings) for number, settings in enumerate(runs)]
-    if given:
-        found.append(train(out / "resumed", runs[0], resume=out / "0" / f"checkpoint-{MIDDLE}"))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        (out / "results.json").write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def trained_or_told(folder: Path, runs: list[dict[str, Any]]) -> list[Any]:
+    found: list[Any] = []
+    for number, run in enumerate(runs):
+        try:
+            found.append(train(folder / str(number), run))
+        except (ValueError, TypeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    as_script(lambda folder, words: trained_or_told(folder, json.loads(words[0])))

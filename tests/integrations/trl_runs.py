@@ -1,29 +1,24 @@
-"""TRL's trainers alone and over dzero, ten steps each.
+"""TRL's trainers alone and over dzero, a few steps each, by torchrun, where TRL alone is DDP: trl_runs.py OUT MODEL.
 
-    python trl_runs.py MODEL OUT [CASE ...]
-    torchrun --nproc-per-node=2 trl_runs.py MODEL OUT [CASE ...]    # TRL alone is DDP
-
-OUT/losses.json has the losses of both sides, by case.
+OUT/results.json has the losses of both sides, by case.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-import torch.distributed as dist
 import transformers
 import trl
+from launched import as_script, is_first, wait_for_all
 
 import dzero
 from dzero.integrations.transformers import DzeroMixin
 
-STEPS = 10
+STEPS = 4
 QUESTIONS = [(f"What is {number} plus 1?", str(number + 1), str(number)) for number in range(32)]
 CHATS = [
     {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
@@ -34,7 +29,7 @@ PAIRS = [{"prompt": question, "chosen": right, "rejected": wrong} for question, 
 
 
 def model(of: str = "AutoModelForCausalLM", **given: Any) -> Any:
-    return getattr(transformers, of).from_pretrained(sys.argv[1], dtype=torch.float32, **given)
+    return getattr(transformers, of).from_pretrained(sys.argv[2], dtype=torch.float32, **given)
 
 
 def reference() -> Any:
@@ -80,10 +75,9 @@ CASES: dict[str, Any] = {
 
 def on_disk(rows: list[dict[str, Any]], folder: Path) -> Any:
     """Return a data set that all ranks read from one folder, beside which TRL keeps what it computes once."""
-    if not folder.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
+    if is_first() and not folder.exists():
         datasets.Dataset.from_list(rows).save_to_disk(folder)
-    if dist.is_initialized():
-        dist.barrier()
+    wait_for_all()
     return datasets.load_from_disk(folder)
 
 
@@ -105,7 +99,7 @@ def losses(case: str, folder: Path, **over: Any) -> list[float]:
     )
     transformers.set_seed(1)
     whole = model("AutoModelForSequenceClassification", num_labels=1) if case == "reward" else model()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[2])
     kind = type("Over", (DzeroMixin, trainer), {}) if over else trainer
     data = on_disk(rows, folder / f"{case} {bool(over)}")
     given = sharded_reference() if over and case == "dpo, sharded reference" else more()
@@ -117,7 +111,7 @@ def losses(case: str, folder: Path, **over: Any) -> list[float]:
 def told_of_a_synced_reference(folder: Path) -> str:
     """Return why dzero refuses a reference that TRL would update from the policy's parameters."""
     args = trl.DPOConfig(output_dir=str(folder), sync_ref_model=True, bf16=False, use_cpu=True, report_to=[])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[2])
     kind, data = type("Over", (DzeroMixin, trl.DPOTrainer), {}), on_disk(PAIRS, folder / "synced")
     try:
         kind(model=model(), args=args, train_dataset=data, processing_class=tokenizer, dzero={"stage": 3})
@@ -126,22 +120,14 @@ def told_of_a_synced_reference(folder: Path) -> str:
     return ""
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    out, cases = Path(sys.argv[2]), sys.argv[3:] or [*CASES]
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    found: dict[str, Any] = {"told": told_of_a_synced_reference(out)}
-    for case in cases:
+def main(folder: Path, words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"told": told_of_a_synced_reference(folder)}
+    for case in CASES:
         print(case, flush=True)
-        alone = losses(case, out)
-        found[case] = {"alone": alone, "dzero": losses(case, out, dzero={"stage": 3, "offload": "host"})}
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        (out / "losses.json").write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        alone = losses(case, folder)
+        found[case] = {"alone": alone, "dzero": losses(case, folder, dzero={"stage": 3, "offload": "host"})}
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -18,10 +18,10 @@ from training_loops import params_of
 
 import dzero
 
-transformers = pytest.importorskip("transformers")
-WORDS, IMAGE, ROWS, STEPS = 64, 63, 4, 4
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-DECODER = {**SIZES, "vocab_size": WORDS, "num_key_value_heads": 1}
+pytest.importorskip("transformers")
+from small_models import IMAGE, bert, llama, llava, mixtral, t5
+
+ROWS, STEPS = 4, 4
 Batch = dict[str, Tensor]
 
 
@@ -38,9 +38,10 @@ class Noised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.time, self.inward = nn.Embedding(10, 16), nn.Conv2d(3, 16, 3, padding=1)
-        make = lambda: nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1))  # noqa: E731
-        self.blocks, self.outward = nn.ModuleList(make() for _ in range(3)), nn.Conv2d(16, 3, 3, padding=1)
+        blocks = [nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1)) for _ in range(3)]
+        self.blocks, self.outward = nn.ModuleList(blocks), nn.Conv2d(16, 3, 3, padding=1)
 
     def forward(self, noisy: Tensor, time: Tensor) -> Tensor:
         hidden = self.inward(noisy) + self.time(time)[:, :, None, None]
@@ -49,46 +50,27 @@ class Noised(nn.Module):
         return self.outward(hidden)
 
 
+def of_words(step: int) -> Batch:
+    return {"input_ids": words(step), "labels": words(step)}
+
+
 def of_images(step: int) -> Batch:
     ids = words(step)
     ids[:, 1:5] = IMAGE
     return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": drawn(step, 3, 8, 8)}
 
 
-BATCHES: dict[str, Callable[[int], Batch]] = {
-    "words": lambda step: {"input_ids": words(step), "labels": words(step)},
-    "images": of_images,
-    "classes": lambda step: {"input_ids": words(step), "labels": words(step)[:, 0] % 3},
-    "pairs": lambda step: {"chosen": words(step), "rejected": words(step + 50)},
-    "noise": lambda step: {
-        "picture": drawn(step, 3, 8, 8),
-        "noise": drawn(step + 50, 3, 8, 8),
-        "time": words(step)[:, 0] % 10,
-    },
-}
+def of_classes(step: int) -> Batch:
+    return {"input_ids": words(step), "labels": words(step)[:, 0] % 3}
 
 
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+def of_pairs(step: int) -> Batch:
+    return {"chosen": words(step), "rejected": words(step + 50)}
 
 
-def mixtral() -> Any:
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4))
-
-
-def llava() -> Any:
-    vision = transformers.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)
-    parts = {"vision_config": vision, "text_config": transformers.LlamaConfig(**DECODER), "image_token_index": IMAGE}
-    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**parts, vision_feature_layer=-1))
-
-
-def t5() -> Any:
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=WORDS, **sizes))
-
-
-def bert() -> Any:
-    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=WORDS, num_labels=3, **SIZES))
+def of_noise(step: int) -> Batch:
+    noise = {"picture": drawn(step, 3, 8, 8), "noise": drawn(step + 50, 3, 8, 8)}
+    return {**noise, "time": words(step)[:, 0] % 10}
 
 
 def own_loss(model: Any, batch: Batch) -> Tensor:
@@ -108,25 +90,23 @@ def of_preference(model: Any, batch: Batch) -> Tensor:
     return -functional.logsigmoid(0.1 * (likely[0] - likely[1])).mean()
 
 
-KINDS: dict[str, tuple[Callable[[], Any], str, Callable[[Any, Batch], Tensor]]] = {
-    "causal": (llama, "words", own_loss),
-    "experts": (mixtral, "words", own_loss),
-    "vision-language": (llava, "images", own_loss),
-    "encoder-decoder": (t5, "words", own_loss),
-    "classification": (bert, "classes", own_loss),
-    "preference": (llama, "pairs", of_preference),
-    "diffusion": (Noised, "noise", of_noise_found),
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[int], Batch], Callable[[Any, Batch], Tensor]]] = {
+    "causal": (llama, of_words, own_loss),
+    "experts": (mixtral, of_words, own_loss),
+    "vision-language": (llava, of_images, own_loss),
+    "encoder-decoder": (t5, of_words, own_loss),
+    "classification": (bert, of_classes, own_loss),
+    "preference": (llama, of_pairs, of_preference),
+    "diffusion": (Noised, of_noise, of_noise_found),
 }
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
 def train(kind: str, model: Any, optim: Any, rank: int = 0, ranks: int = 1) -> list[float]:
     _, batch, loss_of = KINDS[kind]
-    model.eval()  # without dropout, so that ranks and a single process draw the same numbers
     losses = []
     for step in range(STEPS):
-        mine = {name: rows.chunk(ranks)[rank] for name, rows in BATCHES[batch](step).items()}
-        loss = loss_of(model, mine)
+        loss = loss_of(model, {name: rows.chunk(ranks)[rank] for name, rows in batch(step).items()})
         loss.backward()
         optim.step()
         optim.zero_grad()
@@ -135,13 +115,11 @@ def train(kind: str, model: Any, optim: Any, rank: int = 0, ranks: int = 1) -> l
 
 
 def in_torch(kind: str) -> Trained:
-    torch.manual_seed(0)
     model = KINDS[kind][0]()
     return train(kind, model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)), dict(model.named_parameters())
 
 
 def in_dzero(rank: int, ranks: int, kind: str, stage: int) -> Trained:
-    torch.manual_seed(0)
     sharded = dzero.shard(KINDS[kind][0](), stage=stage, precision="fp32")
     losses = torch.tensor(train(kind, sharded.model, dzero.AdamW(sharded, lr=1e-3, eps=1e-4), rank, ranks))
     dist.all_reduce(losses)
