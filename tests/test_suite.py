@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -88,6 +89,13 @@ def test_what_the_default_suite_leaves_out_is_asked_there_by_a_named_test() -> N
         if len(words) != 1 or words[0] not in default:
             wrong.append(f"{name}: full({', '.join(words)})")
     assert wrong == []
+
+
+def test_each_fault_that_is_planted_names_a_test_of_the_default_suite() -> None:
+    default = {name for name, each in functions().items() if not each.keys() & {*LEFT_OUT}}
+    faults = runpy.run_path(str(TESTS / "stress" / "mutations.py"))["FAULTS"]
+    assert len(faults) >= 20
+    assert {fault.caught_by for fault in faults.values()} - default == set()
 
 
 def test_few_files_import_what_is_inside() -> None:

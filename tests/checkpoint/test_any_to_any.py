@@ -212,7 +212,7 @@ def moments_of(pool: Pool, source: Kind, kind: Kind, folder: Path) -> dict[str, 
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize(("net", "others"), [("uneven", (3,)), ("even", (1, 3))])
+@pytest.mark.parametrize(("net", "others"), [("even", (1, 3)), ("uneven", (3,))])
 def test_blocks_of_8_bits_that_align_are_the_same_and_others_near(
     pool: Pool, tmp_path: Path, net: str, others: tuple[int, ...]
 ) -> None:

@@ -133,6 +133,20 @@ def test_rounding_noise_is_uniform_and_keyed_by_parameter_step_and_index() -> No
     assert abs(torch.corrcoef(torch.stack([low, high]))[0, 1].item()) < 6 / math.sqrt(n)
 
 
+def test_a_master_halfway_between_two_bf16_values_goes_up_and_stays_whole() -> None:
+    """Bits that end in 0x8000: the working copy is the next of larger magnitude, and the remainder -0x8000."""
+    bits = torch.arange(0x3F80, 0x3FC0, dtype=torch.int32)
+    bits = torch.cat([bits, bits - 0x8000])  # of either sign
+    work, remainder = (bits + 1).to(torch.int16).view(torch.bfloat16), torch.full_like(bits, -0x8000, dtype=torch.int16)
+    moments = torch.zeros(2, len(bits))
+    ours = ParamStates("w", 0, work.clone(), None, remainder.clone(), *moments)
+    still = adamw_math.Coefficients.of(step=1, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, scale=1.0)
+    AdamWUpdater(1).run([ParamUpdate(ours, torch.ones(len(bits)), still, 1)])
+    assert ours.remainder is not None
+    assert torch.equal(ours.work, work)
+    assert torch.equal(ours.remainder, remainder)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_squares_have_the_bits_of_the_order_of_the_contract(dtype: torch.dtype) -> None:
     grads = gradients(dtype, (*SIZES, *LONG))
