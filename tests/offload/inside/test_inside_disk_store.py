@@ -29,7 +29,7 @@ from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import DiskSpeed, chosen
 from dzero.offload.disk_transfer import PieceTransfer
-from dzero.offload.memory_pool import HostMemoryPool, aligned
+from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.scratch_dir import holders
 
 CASES = Path(__file__).with_name("disk_cases.py")
@@ -42,25 +42,19 @@ GUARD = 0xA5
 class Buffers:
     """Aligned buffers that end at their last byte; `untouched` says whether anybody wrote behind one."""
 
-    def __init__(self, capacity_bytes: int = 4 << 20) -> None:
-        self._all = HostMemoryPool(capacity_bytes).lease(capacity_bytes, "all").data.fill_(GUARD)
-        self._pieces: list[tuple[int, int]] = []
-        self._end = 0
+    def __init__(self) -> None:
+        self._behind: list[torch.Tensor] = []
 
     def take(self, count: int, seed: int | None = None) -> torch.Tensor:
         """uint8 [count], random bytes or GUARD."""
-        start, self._end = self._end, self._end + aligned(count) + PAGE
-        self._pieces.append((start, count))
-        piece = self._all[start : start + count]
+        whole = HostMemoryPool(count + 2 * PAGE).lease(count + PAGE, "buffer").data.fill_(GUARD)
+        self._behind.append(whole[count:])
         if seed is not None:
-            piece.copy_(torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)))
-        return piece
+            whole[:count] = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed))
+        return whole[:count]
 
     def untouched(self) -> bool:
-        used = torch.zeros_like(self._all, dtype=torch.bool)
-        for start, count in self._pieces:
-            used[start : start + count] = True
-        return bool((self._all[~used] == GUARD).all())
+        return all(bool((behind == GUARD).all()) for behind in self._behind)
 
 
 def paths(folder: Path, count: int) -> list[str]:
@@ -71,8 +65,7 @@ def paths(folder: Path, count: int) -> list[str]:
 
 
 def buffer(count: int, seed: int | None = None) -> torch.Tensor:
-    data = HostMemoryPool(count).lease(count, "buffer").data
-    return data if seed is None else data.copy_(torch.randint(0, 256, (count,)))
+    return Buffers().take(count, seed)
 
 
 SIZES = {"empty": 0, "one": 1, "page_less": PAGE - 1, "page": PAGE, "page_more": PAGE + 1}
@@ -94,7 +87,7 @@ def test_what_is_read_is_what_was_written_last(tmp_path: Path, seed: int) -> Non
         direct=draw.random() < 0.7,
     )
     sizes = SIZES | {f"p{index}": draw.randint(0, 30 * PAGE) for index in range(8)}
-    buffers = Buffers(16 << 20)
+    buffers = Buffers()
     into = {name: buffers.take(size) for name, size in sizes.items()}
     data = {name: buffers.take(size) for name, size in sizes.items()}
     with DiskStore(config, sizes) as store:
@@ -135,7 +128,7 @@ def test_a_store_that_grows_keeps_what_it_has(tmp_path: Path, count: int, sizes:
 
 def test_a_store_without_room_for_more_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore(DiskConfig(paths=paths(tmp_path, 2), block_bytes=PAGE), {"a": 4 * PAGE}, rank=2) as store:
-        data = Buffers().take(4 * PAGE, seed=1)
+        data = buffer(4 * PAGE, seed=1)
         store.write("a", data).result()
         with monkeypatch.context() as patched:
             patched.setattr(scratch_dir, "_available", lambda parent: 3 * PAGE)
@@ -144,7 +137,7 @@ def test_a_store_without_room_for_more_stays_as_it_was(tmp_path: Path, monkeypat
             assert (told.value.errno, told.value.filename) == (errno.ENOSPC, store.files[0].path)
             assert (list(store.sizes), store.striping.file_bytes) == (["a"], (2 * PAGE, 2 * PAGE))
         store.add("b", 8 * PAGE)
-        into = Buffers().take(4 * PAGE)
+        into = buffer(4 * PAGE)
         store.read("a", into).result()
         assert torch.equal(into, data)
 
@@ -171,7 +164,7 @@ def test_direct_io_is_really_on_where_the_file_system_has_it(tmp_path: Path) -> 
 def test_pages_moved_are_counted_exactly_and_seconds_do_not_overlap(tmp_path: Path) -> None:
     places = paths(tmp_path, 2)
     with DiskStore(DiskConfig(paths=places, weights=[3, 1], block_bytes=BLOCK), {"a": 7 * BLOCK + 5}) as store:
-        data, start = Buffers().take(7 * BLOCK + 5, seed=1), time.perf_counter()
+        data, start = buffer(7 * BLOCK + 5, seed=1), time.perf_counter()
         for _ in range(5):
             store.write("a", data).result()
         store.read("a", data).result()

@@ -10,11 +10,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from clocks import Access, Agent
-from frames import where_called
-from memory import Space
+from memory import Access, Agent, Space
 from operators import Operators, tensors_of
 from simulation import SimulatedStream, Simulation
+from sites import where_called
 
 from dzero import AdamW, streams
 from dzero.comm import host_sum, reduction
@@ -248,7 +247,7 @@ def _threads(simulation: Simulation) -> list[Any]:
 
         def task() -> Any:
             simulation.thread.join(known)
-            with simulation.as_pool(), Operators(simulation):
+            with mock.patch.object(simulation.of_thread, "in_pool", True), Operators(simulation):
                 return do(*args, **kwargs)
 
         return submit(self, task)

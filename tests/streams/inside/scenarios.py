@@ -16,8 +16,8 @@ import small_decoders
 import small_runs
 import torch
 import torch.distributed as dist
-from frames import Site
 from simulation import Simulation
+from sites import Site
 from training_loops import sharded_net
 
 from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig, streams
@@ -101,7 +101,6 @@ def another_optimizer(folder: Path) -> None:
 
 
 def whole(folder: Path, *, settings: str) -> None:
-    """Train as train.py does."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = small_runs.write_text(folder / f"text_{rank}.txt", words=2000)
     run = small_runs.settled(text, f"launch.workers={ranks}", *settings.format(folder=folder).split())
@@ -146,7 +145,6 @@ def read_states(sharded: Any, optimizer: Any) -> None:
 
 
 def read_params(sharded: Any, optimizer: Any) -> None:
-    """Look at every parameter that is on the device."""
     for param in sharded.model.parameters():
         local_of(param.detach()) + 0
 
@@ -158,7 +156,6 @@ def weights_of(sharded: Any) -> torch.Tensor:
 
 
 def read_grads(sharded: Any, optimizer: Any) -> None:
-    """Look at every gradient, as a logger does."""
     for param in sharded.model.parameters():
         local_of(param.grad) + 0
 
@@ -201,21 +198,17 @@ def two_streams(folder: Path) -> None:
 
 
 class Square(torch.nn.Module):
-    """A block that keeps its input."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * x
 
 
 def edit_params(sharded: Any, optimizer: Any) -> None:
-    """Change every parameter by hand."""
     with torch.no_grad():
         for param in sharded.model.parameters():
             param.mul_(0.99)
 
 
 def evaluate(sharded: Any, optimizer: Any) -> None:
-    """Run a forward without backward."""
     with torch.no_grad():
         sharded.model(torch.zeros(2, 8, dtype=torch.int64))
 
@@ -228,7 +221,6 @@ def park(sharded: Any, optimizer: Any) -> None:
 
 
 def scenarios() -> dict[str, Scenario]:
-    """By name."""
     found: dict[str, Scenario] = {}
 
     def add(

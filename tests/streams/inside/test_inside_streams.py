@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import small_runs
 import torch
-from frames import where_called
 from memory import Space
 from pool import Pool
 from simulation import Simulation
+from sites import where_called
 
 from dzero import streams
 from dzero.data.prefetch import BatchPrefetcher
