@@ -40,6 +40,13 @@ def on_disk(path: Path, *, states: str = "device", prefetch_units: int = 1) -> O
     return OffloadConfig(activations="disk", prefetch_units=prefetch_units, disk=disk, **kinds)
 
 
+class Around(small_decoders.Block):
+    """Checkpoints its whole call, hooks included, as transformers' layers do."""
+
+    def __call__(self, *args: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=False)
+
+
 def net(
     offload: OffloadConfig | None,
     *,
@@ -49,10 +56,12 @@ def net(
     layers: int = LAYERS,
     compiled: bool = False,
 ) -> tuple[Sharded, AdamW]:
-    """keep: "full" recomputes blocks in backward, so that they keep their inputs alone."""
+    """keep: "full" recomputes blocks in backward, so that they keep their inputs alone; "calls" with `Around`."""
     model = small_decoders.build("even", layers=layers)
     for block in model.layers if keep == "full" else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    for block in model.layers if keep == "calls" else ():
+        block.__class__ = Around
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
     sharded = shard(model, ZeroConfig(stage=stage), offload=offload, mesh=mesh, microbatches=microbatches)
     for block in model.layers if compiled else ():
@@ -116,6 +125,7 @@ RUNS: dict[str, tuple[int, OffloadConfig | str, dict[str, Any]]] = {
     "host, 4 microbatches": (2, ALONE, {"microbatches": 4}),
     "host, with states, stage 0": (2, WITH_STATES, {"stage": 0, "microbatches": 4}),
     "disk": (1, "device", {"layers": DEEP}),
+    "host, checkpoints around calls": (2, ALONE, {"keep": "calls"}),
     "host, blocks keep more than inputs": (2, ALONE, {"microbatches": 4, "keep": "all"}),
     "disk, with states": (2, "disk", {"layers": DEEP, "microbatches": 3}),
     "disk, with states on the host": (2, "host", {"stage": 2, "layers": DEEP, "microbatches": 3}),
