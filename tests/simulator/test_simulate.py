@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -177,23 +178,42 @@ def sent(simulated: Simulated) -> dict[str, int]:
     return totals
 
 
+LARGE: list[tuple[str, int, int, dict[str, int], int]] = [
+    ("llama_70b", 3, 2, {"dp": 64, "tp": 8}, 0),
+    *(("llama_1t", 2, 16, {"dp": 32, "pp": 16, "tp": 8}, part) for part in (0, 7, 15)),
+]
+
+
 @pytest.mark.full("tests/simulator/test_simulate.py::test_a_rank_of_thousands_moves_what_the_table_says")
-def test_70_billion_on_64_x_8_fit_and_tell_their_traffic() -> None:
+@pytest.mark.parametrize(
+    ("name", "stage", "microbatches", "mesh", "part"),
+    [pytest.param(*case, marks=pytest.mark.slow if "pp" in case[3] else ()) for case in LARGE],
+)
+def test_large_models_on_many_axes_fit_and_tell_their_traffic(
+    name: str, stage: int, microbatches: int, mesh: dict[str, int], part: int
+) -> None:
     """One sequence of 4,096 tokens to a microbatch, in bf16, blocks recomputed."""
-    cut = {"ranks": 512, "mesh": {"dp": 64, "tp": 8}, "stage": 3, "accumulate": 2, "sequences": 1, "tokens": 4096}
-    model = yaml.safe_load((CONF / "llama_70b.yaml").read_text())
-    simulated = simulate(scenario_of(model=model, block=FULL, device_type="cuda", **cut))
+    model = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    cut: dict[str, Any] = {"mesh": mesh, "ranks": math.prod(mesh.values()), "stage": stage, "device_type": "cuda"}
+    case = scenario_of(model=model, block=FULL, sequences=1, tokens=4096, accumulate=microbatches, **cut)
+    simulated = simulate(case, part=part)
     assert simulated.peak.total < H100_BYTES
     of_a_rank = sum(param.elems for unit in simulated.shapes for param in unit.params)
-    gathers, reduces = 2 * 2, 2  # of bf16, forward and backward of two microbatches; of fp32, which nccl sums
+    first, last, of_others = part == 0, part == mesh.get("pp", 1) - 1, (mesh["dp"] - 1) / mesh["dp"]
+    gathers = (
+        2 * microbatches if stage == 3 else 1
+    )  # of bf16; sums are of fp32, as nccl makes them
     moved = sent(simulated)
     # Uneven rows are padded.
-    assert moved["unshard shard"] == pytest.approx(gathers * 2 * of_a_rank * 63 / 64, rel=0.01)
-    assert moved["reduce shard"] == pytest.approx(reduces * 4 * of_a_rank * 63 / 64, rel=0.01)
-    parts, hidden = 2 * (80 * 11 + 4), 4096 * 8192 * 2  # per microbatch and block, and at the model's ends
-    of_the_loss = 3 * 2 * 4096 * 4 * 2  # three all-reduces of fp32 in each microbatch, of a number for every token
-    of_norms = 161 * 2 * 8192 * 2 * 2  # their gradients in bf16, all-reduced after each microbatch
-    assert moved["tensor tp"] == (parts * hidden + of_the_loss + of_norms) * 7 // 8
+    assert moved["unshard shard"] == pytest.approx(gathers * 2 * of_a_rank * of_others, rel=0.01)
+    assert moved["reduce shard"] == pytest.approx(microbatches * 4 * of_a_rank * of_others, rel=0.01)
+    hidden = 4096 * model["hidden_size"] * 2
+    assert moved.get("pipeline pp", 0) == (2 - first - last) * microbatches * hidden // 8  # forth and back
+    blocks = sum(unit.name.startswith("layers.") for unit in simulated.shapes)
+    of_blocks = (11 * blocks + 2 * (first + last)) * hidden
+    of_the_loss = last * 3 * 2 * 4096 * 4  # three all-reduces of fp32, of a number for every token
+    of_norms = (2 * blocks + last) * 2 * model["hidden_size"] * 2  # their gradients in bf16, all-reduced
+    assert moved["tensor tp"] == microbatches * (of_blocks + of_the_loss + of_norms) * 7 // 8
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
