@@ -200,9 +200,7 @@ def test_large_models_on_many_axes_fit_and_tell_their_traffic(
     assert simulated.peak.total < H100_BYTES
     of_a_rank = sum(param.elems for unit in simulated.shapes for param in unit.params)
     first, last, of_others = part == 0, part == mesh.get("pp", 1) - 1, (mesh["dp"] - 1) / mesh["dp"]
-    gathers = (
-        2 * microbatches if stage == 3 else 1
-    )  # of bf16; sums are of fp32, as nccl makes them
+    gathers = 2 * microbatches if stage == 3 else 1  # of bf16; sums are of fp32, as nccl makes them
     moved = sent(simulated)
     # Uneven rows are padded.
     assert moved["unshard shard"] == pytest.approx(gathers * 2 * of_a_rank * of_others, rel=0.01)
