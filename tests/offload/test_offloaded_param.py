@@ -177,9 +177,11 @@ def across(rank: int, ranks: int, folder: Path, everything: OffloadConfig, is_fr
             dcp.load(own, checkpoint_id=place)
             loading.model.load_state_dict(own)
         other.load_state_dict(loaded["optimizer"])
-        ends[way] = end_of(loading, other, steps=2)
+        train(loading, other, "uneven", steps=2, seed=3)
+        ends[way] = end_of(loading, other)
     optim.load_state_dict(optim.state_dict())
-    want = end_of(saving, optim, steps=2)
+    train(saving, optim, "uneven", steps=2, seed=3)
+    want = end_of(saving, optim)
     if everything.param == "host":
         assert all(type(testing.local(v)) is torch.Tensor for v in states.values() if isinstance(v, DTensor))
     return [f"{way} {key}" for way, end in ends.items() for key in unequal(end, want)]
