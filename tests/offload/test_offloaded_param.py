@@ -159,6 +159,8 @@ def across(rank: int, ranks: int, folder: Path, everything: OffloadConfig, is_fr
     train(saving, optim, "uneven", steps=1)
     states, file, place = saving.model.state_dict(), io.BytesIO(), folder / "saved"
     torch.save({"model": states, "optimizer": optim.state_dict()}, file)
+    elems = sum(testing.local(param).numel() for param in saving.named_params().values())
+    assert file.tell() < 16 * elems + 200_000  # in bf16 a value, and its states in fp32: not their pool once for each
     whole = get_model_state_dict(saving.model, options=full)
     dcp.save(states, checkpoint_id=place)
     ends = {}

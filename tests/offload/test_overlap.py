@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -103,46 +101,14 @@ def test_backward_updates_early_what_the_undo_budget_allows_until_clipping_is_fr
 
 
 def states_of(sharded: Sharded, optim: Any) -> dict[str, torch.Tensor]:
-    """The states themselves, as a user may keep them."""
+    """The states themselves, as a user may keep them; an fp32 parameter has a master of its own off the device only."""
     named = sharded.named_params().items()
-    return {f"{name}.{key}": testing.local(value) for name, param in named for key, value in optim.state[param].items()}
-
-
-def held(rank: int, ranks: int, precision: dict[str, str], folder: str | None) -> list[str]:
-    """What differs from the device's run in tensors that were taken before odd and even numbers of early updates."""
-    taken: list[dict[str, torch.Tensor]] = []
-    params = {} if folder is None else {"param": "disk", "disk": DiskConfig(paths=[folder])}
-    for offload in (OffloadConfig(**HOST, **params, overlap="backward"), None):
-        sharded = sharded_net("even", stage=2 if folder is None else 3, offload=offload, **precision)
-        optim = AdamW(sharded, lr=1e-2)
-        assert any("host memory" in line for line in optim.describe()) == (offload is not None)
-        states = states_of(sharded, optim)
-        for steps in (3, 2):
-            train(sharded, optim, steps=steps, seed=steps)
-            optim.synchronize()
-            taken.append({key: value.clone() for key, value in (states | params_of(sharded)).items()})
-    return [key for here, there in zip(taken[:2], taken[2:], strict=True) for key in unequal(here, there)]
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize(
-    ("precision", "params_on_disk"),
-    [
-        ({"master": "remainder"}, True),
-        ({"param": "fp32"}, True),
-        ({}, False),
-        ({"master": "remainder"}, False),
-        ({"moments": "int8"}, False),
-        ({"param": "fp32"}, False),
-        ({"param": "fp16"}, False),
-    ],
-    ids=str,
-)
-def test_tensors_taken_before_early_updates_have_the_states_at_rest(
-    pool: Pool, tmp_path: Path, precision: dict[str, str], params_on_disk: bool
-) -> None:
-    """Early updates make states in other places, which exchange with those of before, and come back at rest."""
-    assert pool.run(held, 2, precision, str(tmp_path) if params_on_disk else None) == [[], []]
+    states = {f"{name}.{key}": (value, param) for name, param in named for key, value in optim.state[param].items()}
+    return {
+        name: testing.local(value)
+        for name, (value, param) in states.items()
+        if not (name.endswith(".master") and param.dtype == value.dtype)
+    }
 
 
 def second_backward(rank: int, ranks: int, stage: int) -> list[str]:
@@ -167,51 +133,52 @@ def test_a_second_backward_is_refused_and_leaves_the_states_as_they_were(pool: P
     assert pool.run(second_backward, 2, stage) == [[], []]
 
 
-def in_between(rank: int, ranks: int, overlap: str, waits: str) -> list[str]:
-    """States read between backward and step, and right after a step, against the device's; `waits`: by which call."""
+def in_between(
+    rank: int, ranks: int, overlap: str, waits: str, precision: dict[str, str], folder: str | None
+) -> list[str]:
+    """States that were taken at first, read between a backward and its step by the call `waits`, and at the end; a
+    block's state dict before that. Against the device's."""
     runs = []
-    for offload in (OffloadConfig(**HOST, overlap=overlap), None):
-        sharded = sharded_net("uneven", offload=offload)
+    params = {} if folder is None else {"param": "disk", "disk": DiskConfig(paths=[folder])}
+    for offload in (OffloadConfig(**HOST, **params, overlap=overlap), None):
+        sharded = sharded_net("uneven", stage=2 if folder is None else 3, offload=offload, **precision)
         optim = AdamW(sharded, lr=1e-2)
+        assert any("host memory" in line for line in optim.describe()) == (offload is not None)
         states, seen = states_of(sharded, optim), []
         for step, of_step in enumerate(small_decoders.batches("uneven", steps=6, ranks=ranks, microbatches=1)):
             backward(sharded, optim, of_step[rank])
-            getattr(optim, waits)()
-            seen.append({key: value.clone() for key, value in states.items()})
+            if step in (0, 3):  # an odd number of steps pass without a look at the states, then an even one
+                getattr(optim, waits)()
+                seen.append({key: value.clone() for key, value in states.items()})
             optim.step()
-            if step % 3 == 2:  # two steps pass without a look at the states, which would bring them to rest
-                sharded.model.state_dict()
-                seen.append({**snapshot(sharded, optim), **params_of(sharded)})
+        block = sharded.model.get_submodule("layers.2").state_dict()
+        seen.append({name: testing.local(value).clone() for name, value in block.items()})
+        optim.synchronize()
+        seen.append({key: value.clone() for key, value in (states | params_of(sharded)).items()})
         runs.append(seen)
     return [f"{at} {key}" for at, (got, want) in enumerate(zip(*runs, strict=True)) for key in unequal(got, want)]
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("waits", ["state_dict", "await_updates"])
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_states_are_whole_at_any_moment(pool: Pool, overlap: str, waits: str) -> None:
-    """`await_updates` is what a checkpoint calls."""
-    assert pool.run(in_between, 2, overlap, waits) == [[], []]
+@pytest.mark.product(keep=2)
+@pytest.mark.parametrize(
+    ("overlap", "waits", "precision", "params_on_disk"),
+    [
+        ("backward", "state_dict", {"master": "remainder"}, True),
+        ("backward", "await_updates", {}, False),
+        ("forward", "state_dict", {}, False),
+        ("backward", "await_updates", {"master": "remainder"}, False),
+        ("backward", "await_updates", {"param": "fp32"}, True),
+        ("backward", "state_dict", {"param": "fp32"}, False),
+        ("backward", "state_dict", {"moments": "int8"}, False),
+        ("forward", "await_updates", {"param": "fp16"}, False),
+    ],
+)
+def test_states_are_whole_at_any_moment(
+    pool: Pool, tmp_path: Path, overlap: str, waits: str, precision: dict[str, str], params_on_disk: bool
+) -> None:
+    """Early updates make states in other places, which exchange with those of before, and come back at rest.
 
-
-def saved(rank: int, ranks: int) -> None:
-    """A block's state dict waits for updates; torch.save and deepcopy take host states alone, not all of their pool."""
-    sharded = sharded_net("uneven", offload=OffloadConfig(**HOST))
-    optim = AdamW(sharded, lr=1e-2)
-    offload_lanes.slow(optim, "FETCH", seconds=0.05)
-    train(sharded, optim, "uneven", steps=2)
-    block = sharded.model.get_submodule("layers.2")
-    before = {name: testing.local(value).clone() for name, value in block.state_dict().items()}
-    optim.synchronize()
-    assert unequal(before, {name: testing.local(value) for name, value in block.state_dict().items()}) == []
-    kept, file = optim.state_dict(), io.BytesIO()
-    torch.save(kept, file)
-    elems = sum(testing.local(p).numel() for p in sharded.named_params().values())
-    assert file.tell() < 14 * elems + 200_000  # not the whole pool once per state
-    for index, states in copy.deepcopy(kept)["state"].items():
-        for key, value in states.items():
-            assert torch.equal(testing.local(value), testing.local(kept["state"][index][key]))
-
-
-def test_host_states_are_saved_and_copied_like_any_others(pool: Pool) -> None:
-    pool.run(saved, 2)
+    `await_updates` is what a checkpoint calls.
+    """
+    folder = str(tmp_path) if params_on_disk else None
+    assert pool.run(in_between, 2, overlap, waits, precision, folder) == [[], []]
