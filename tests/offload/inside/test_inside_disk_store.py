@@ -322,17 +322,28 @@ def exchanged(store: DiskStore, path: str) -> Iterator[None]:
     ("/proc/self/mem", "write", errno.EIO),
     ("/proc/self/mem", "read", errno.EIO),
 ])  # fmt: skip
-def test_errors_of_the_system_carry_their_number_and_place(tmp_path: Path, file: str, way: str, code: int) -> None:
+def test_errors_of_the_system_carry_their_number_and_place_and_reach_no_other_piece(
+    tmp_path: Path, file: str, way: str, code: int
+) -> None:
     """Nothing is mapped at address 0 of a process: its memory, as a file, really fails with EIO there."""
-    with DiskStore(DiskConfig(paths=[str(tmp_path)], block_bytes=2 * PAGE), {"m 0": 3 * PAGE + 9}) as store:
-        data = buffer(3 * PAGE + 9, seed=0)
+    sizes = {"m 0": 3 * PAGE + 9, "other": PAGE}
+    with DiskStore(DiskConfig(paths=[str(tmp_path)], block_bytes=2 * PAGE), sizes) as store:
+        data, other, into = buffer(3 * PAGE + 9, seed=0), buffer(PAGE, seed=1), buffer(PAGE)
         store.write("m 0", data).result()
+        store.write("other", other).result()
         with exchanged(store, file), pytest.raises(DiskError) as told:
             getattr(store, way)("m 0", data).result()
         error = told.value
         assert (error.errno, error.filename, error.piece) == (code, str(tmp_path), "m 0")
         assert (error.offset, error.count) in ((0, 2 * PAGE), (2 * PAGE, 2 * PAGE))
         assert f"{way} of piece 'm 0', 8192 bytes at offset {error.offset} of the scratch file" in str(error)
+        store.read("other", into).result()
+        assert torch.equal(into, other)
+        if way == "write":  # what it held before is gone, too
+            with pytest.raises(RuntimeError, match="piece 'm 0' is not on disk"):
+                store.read("m 0", data)
+        store.write("m 0", data).result()  # the fault has passed
+        store.read("m 0", data).result()
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -393,21 +404,6 @@ def test_a_torn_or_stale_block_is_found_and_only_with_checksums(tmp_path: Path) 
                 else:
                     store.read("a", into).result()
                     assert torch.equal(into[:count], old[:count])
-
-
-def test_a_fault_on_one_path_does_not_reach_other_pieces(tmp_path: Path) -> None:
-    with DiskStore(DiskConfig(paths=paths(tmp_path, 2)), {"on a": PAGE, "on b": PAGE}) as store:
-        data, into = buffer(PAGE, seed=0), buffer(PAGE)
-        store.write("on b", data).result()
-        store.write("on a", data).result()
-        with exchanged(store, "/dev/full"), pytest.raises(DiskError, match="No space left"):
-            store.write("on a", data).result()
-        store.read("on b", into).result()
-        assert torch.equal(into, data)
-        with pytest.raises(RuntimeError, match="piece 'on a' is not on disk"):
-            store.read("on a", into)  # what it held before is gone, too
-        store.write("on a", data).result()  # the fault has passed
-        store.read("on a", into).result()
 
 
 def test_a_killed_process_gives_its_space_back_at_once_and_its_directory_at_the_next_start(tmp_path: Path) -> None:
