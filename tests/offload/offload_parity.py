@@ -6,8 +6,9 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import offload_lanes
@@ -25,25 +26,8 @@ POISONED_STEP = 6
 SPIKES = (2, 10, 11)  # steps with gradients 30 times as large, which max_norm clips
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    param: str
-    grad: str
-    master: str
-    moments: str
-    fraction: float
-    overlap: str
-    undo_bytes: int
-    stage: int
-    microbatches: int
-    max_norm: float | None
-    precision: str
-    states: str
-    net: str
-    ranks: int
-    replicate: int
-
-
+Cell = SimpleNamespace
+"""A value of each of `FACTORS`."""
 FACTORS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(KINDS, TIERS[::-1]),
     "fraction": (1.0, 0.5),
@@ -196,7 +180,7 @@ def family(tier: str, stage: int, microbatches: int, max_norm: float | None, ran
 def compare_family(rank: int, ranks: int, cells: list[Cell], paths: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Keys that differ, by cell."""
     want = run(cells[0], rank, None, STEPS)
-    return {name(asdict(cell)): unequal(run(cell, rank, offload_of(cell, paths), STEPS), want) for cell in cells}
+    return {name(vars(cell)): unequal(run(cell, rank, offload_of(cell, paths), STEPS), want) for cell in cells}
 
 
 def everything(path: Path | str, **changes: Any) -> OffloadConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,15 @@ def test_states_elsewhere_give_the_bits_of_the_device(pool: Pool, tmp_path: Path
     for path in paths:
         path.mkdir()
     for differing, skips in pool.run(compare, cell.ranks, cell, paths):
-        assert differing == [], asdict(cell)
+        assert differing == [], cell
         assert skips >= 1
 
 
-def check_delays(pool: Pool, tmp_path: Path, seed: int) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(
+    "seed", [3, 0, 1, 2, 4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 220))]
+)
+def test_delays_change_no_bit(pool: Pool, tmp_path: Path, seed: int) -> None:
     """The tier: disk in two of five; parameters there or on the host at stage 3."""
     tier = "disk" if seed % 5 in (1, 4) else "host"
     precision = ("bf16", "fp32", "fp16")[seed % 3]
@@ -67,18 +70,6 @@ def check_delays(pool: Pool, tmp_path: Path, seed: int) -> None:
     )
     for differing, _ in pool.run(compare, cell.ranks, cell, [tmp_path], seed):
         assert differing == [], cell
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("seed", [3, 0, 1, 2, 4, 5])
-def test_delays_change_no_bit(pool: Pool, tmp_path: Path, seed: int) -> None:
-    check_delays(pool, tmp_path, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 220))
-def test_delays_change_no_bit_at_length(pool: Pool, tmp_path: Path, seed: int) -> None:
-    check_delays(pool, tmp_path, seed)
 
 
 ON_DISK = dict.fromkeys(("grad", "master", "moments"), "disk")
@@ -107,26 +98,16 @@ def test_units_may_be_on_disk_in_part(pool: Pool, tmp_path: Path, microbatches: 
         assert differing == [[]] * len(BOUNDARIES)
 
 
-def check_family(pool: Pool, cells: list[Cell], paths: list[Path]) -> None:
-    assert len(cells) == (21 if cells[0].stage == 3 else 12)
-    for differing in pool.run(compare_family, cells[0].ranks, cells, paths, timeout_s=900):
-        assert not any(differing.values()), differing
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("max_norm", [8.0, None])
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_full_product_on_the_host(
-    pool: Pool, stage: int, microbatches: int, max_norm: float | None, ranks: int
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_full_product(
+    pool: Pool, tmp_path: Path, tier: str, stage: int, microbatches: int, max_norm: float | None, ranks: int
 ) -> None:
-    check_family(pool, family("host", stage, microbatches, max_norm, ranks), [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_full_product_on_disk(pool: Pool, tmp_path: Path, stage: int, microbatches: int, ranks: int) -> None:
-    check_family(pool, family("disk", stage, microbatches, 8.0, ranks), [tmp_path])
+    cells = family(tier, stage, microbatches, max_norm, ranks)
+    assert len(cells) == (21 if stage == 3 else 12)
+    for differing in pool.run(compare_family, ranks, cells, [tmp_path], timeout_s=900):
+        assert not any(differing.values()), differing

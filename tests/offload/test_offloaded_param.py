@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,26 +22,17 @@ from offload_parity import KINDS, end_of, has_the_bits_of_the_device
 from pool import Pool
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
-from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
+from training_loops import backward, params_of, sharded_net, train, unequal
 
 from dzero import AdamW, OffloadConfig, testing
 
 ALL: dict[str, Any] = dict.fromkeys(KINDS, "host")
-HERE = "tests/offload/test_offloaded_param.py::"
 
 
 @pytest.fixture(params=["host", "disk"])
 def everything(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadConfig:
     """Every state in host memory, or on disk."""
     return OffloadConfig(**ALL) if request.param == "host" else offload_parity.everything(tmp_path)
-
-
-def everywhere(first: tuple[str, int]) -> pytest.MarkDecorator:
-    """Each tier on one rank and on two; `first` alone in the default suite."""
-    full = pytest.mark.full(HERE + "test_state_dicts_go_to_the_device_and_back")
-    cases = [(tier, ranks) for tier in ("host", "disk") for ranks in (2, 1)]
-    marked = [pytest.param(*case, marks=() if case == first else full) for case in cases]
-    return pytest.mark.parametrize(("everything", "ranks"), marked, indirect=["everything"])
 
 
 def like_any_other(rank: int, ranks: int, offload: OffloadConfig) -> None:
@@ -88,71 +76,6 @@ def test_a_shard_is_a_tensor_like_any_other(pool: Pool, everything: OffloadConfi
     pool.run(like_any_other, 1, everything)
 
 
-def fetched(rank: int, ranks: int) -> None:
-    """Bytes at rest, and bytes fetched per step once the order of units is known: 2 M gathers of every shard, M of the
-    root's, which stays gathered for backward; one rank gathers nothing, and fetches all of them twice."""
-    microbatches = 2
-    sharded = sharded_net("uneven", stage=3, microbatches=microbatches, offload=OffloadConfig(**ALL))
-    optim = AdamW(sharded)
-    assert testing.bytes_on_tiers(optim)["device"] == 0
-    units = [sum(2 * param.shard_elems(ranks) for param in unit.params) for unit in sharded.shapes]
-    train(sharded, optim, "uneven", steps=2)
-    optim.synchronize()
-    offload_lanes.moved(optim)
-    train(sharded, optim, "uneven", steps=3)
-    optim.synchronize()
-    # The next forward's root is fetched ahead at the end of each step; synchronising has dropped one, the last stays.
-    in_a_step = microbatches * (2 * sum(units) - (units[-1] if ranks > 1 else 0))
-    assert offload_lanes.moved(optim)["FETCH"] == 3 * in_a_step + units[-1]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_rests_on_the_device_and_every_gather_fetches_once(pool: Pool, ranks: int) -> None:
-    pool.run(fetched, ranks)
-
-
-BUILD = """
-import ctypes
-ctypes.CDLL(None).mallopt(-3, 65536)  # as MALLOC_MMAP_THRESHOLD_ of a fresh process: freed memory is given back
-import torch, torch.distributed as dist
-from torch import nn
-from dzero import AdamW, OffloadConfig, ZeroConfig, shard, testing
-
-def kib(field):
-    return int(open("/proc/self/status").read().split(field)[1].split()[0])
-
-def materialise(module):
-    for each in module.modules() if isinstance(module, nn.Linear) else ():
-        each.to_empty(device="cpu").weight.data.normal_()
-
-def build(layers):
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(2048, 1024, bias=False) for _ in range(layers)))
-    everything = OffloadConfig(param="host", grad="host", master="host", moments="host")
-    return AdamW(shard(model, ZeroConfig(stage=3), offload=everything, init=materialise))
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-build(1)
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-before = kib("VmRSS:")
-optim = build(12)
-print(1024 * (kib("VmHWM:") - before), testing.bytes_on_tiers(optim)["host"])
-dist.destroy_process_group()
-"""
-
-
-def test_what_moves_to_the_host_is_never_there_twice() -> None:
-    """Masters in fp32 and working copies wait outside the pool, and are freed as it fills, unit by unit."""
-    ended = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    peak, memory_pool = map(int, ended.stdout.split())
-    unit = 2048 * 1024  # elements
-    assert memory_pool == 12 * 16 * unit
-    # What is left of the first model may be freed meanwhile. At most 24 bytes for an element of one unit are beside the
-    # pool; master and working copy of all units, at once, would be 12 * 6.
-    assert memory_pool - 16 * unit <= peak < memory_pool + 6 * 4 * unit
-
-
 def ahead(rank: int, ranks: int) -> list[bool]:
     """While a block runs its forward, the next one's parameters are on their way."""
     sharded = sharded_net("even", stage=3, offload=OffloadConfig(**ALL))
@@ -176,9 +99,11 @@ def read_and_written(rank: int, ranks: int, offload: OffloadConfig | None) -> di
     """What a user does to parameters between steps, with every action late; without `synchronize`. Evaluations are
     under inference_mode in turn."""
     sharded = sharded_net("uneven", stage=3, offload=offload, param="fp32")
+    (first,) = small_decoders.batches("uneven", steps=1, ranks=ranks, microbatches=1, seed=7)
+    with torch.no_grad():
+        kept = {"without an optimizer": small_decoders.loss_fn(sharded.model, first[rank][0])}
     optim = AdamW(sharded, lr=1e-2)
     offload_lanes.slow(optim)
-    kept = {}
     for step in range(2):
         train(sharded, optim, "uneven", steps=1, seed=step)
         kept |= {f"{step} {name}": value for name, value in params_of(sharded).items()}
@@ -196,7 +121,8 @@ def read_and_written(rank: int, ranks: int, offload: OffloadConfig | None) -> di
     return kept | whole | params_of(sharded)
 
 
-@everywhere(first=("host", 2))
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_reads_and_writes_between_steps_wait_for_updates(pool: Pool, ranks: int, everything: OffloadConfig) -> None:
     has_the_bits_of_the_device(pool, read_and_written, ranks, everything)
 
@@ -215,49 +141,52 @@ def loaded_midway(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[
     return end_of(sharded, optim)
 
 
-@everywhere(first=("disk", 1))
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("everything", ["disk", "host"], indirect=True)
 def test_a_state_dict_may_be_loaded_at_any_moment(pool: Pool, ranks: int, everything: OffloadConfig) -> None:
     for overlap in ("forward", "backward"):
         has_the_bits_of_the_device(pool, loaded_midway, ranks, replace(everything, overlap=overlap))
 
 
 def across(rank: int, ranks: int, folder: Path, everything: OffloadConfig, is_from_device: bool) -> list[str]:
-    """Saved in one place, loaded into the other, in three ways; then all go on with the same bits."""
-    wrong = []
+    """Saved in one place, loaded into the other, in three ways; then all go on with the bits of the one that saved."""
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     first, second = (None, everything) if is_from_device else (everything, None)
     saving = sharded_net("uneven", stage=3, offload=first)
     optim = AdamW(saving, lr=1e-2)
     train(saving, optim, "uneven", steps=1)
-    states = saving.model.state_dict()
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
+    states, file, place = saving.model.state_dict(), io.BytesIO(), folder / "saved"
+    torch.save({"model": states, "optimizer": optim.state_dict()}, file)
+    elems = sum(testing.local(param).numel() for param in saving.named_params().values())
+    assert file.tell() < 16 * elems + 200_000  # in bf16 a value, and its states in fp32: not their pool once for each
     whole = get_model_state_dict(saving.model, options=full)
-    place = folder / "saved"
     dcp.save(states, checkpoint_id=place)
-    ends = []
+    ends = {}
     for way in ("torch.load", "helpers", "dcp"):
         loading = sharded_net("uneven", stage=3, offload=second, seed=4)
         other = AdamW(loading, lr=1e-2)
         train(loading, other, "uneven", steps=1, seed=8)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
         if way == "torch.load":
-            loading.model.load_state_dict(torch.load(file, weights_only=True))
+            loading.model.load_state_dict(loaded["model"])
         elif way == "helpers":
             set_model_state_dict(loading.model, whole if rank == 0 else {}, options=from_rank0)
         else:
             own = loading.model.state_dict()
             dcp.load(own, checkpoint_id=place)
             loading.model.load_state_dict(own)
-        wrong += [f"{way} {key}" for key in unequal(params_of(loading), params_of(saving))]
-        train(loading, other, "uneven", steps=1, seed=3)
-        other.synchronize()
-        ends.append(snapshot(loading, other))
-    wrong += unequal(ends[0], ends[1]) + unequal(ends[0], ends[2])
+        other.load_state_dict(loaded["optimizer"])
+        train(loading, other, "uneven", steps=2, seed=3)
+        ends[way] = end_of(loading, other)
+    optim.load_state_dict(optim.state_dict())
+    train(saving, optim, "uneven", steps=2, seed=3)
+    want = end_of(saving, optim)
     if everything.param == "host":
         assert all(type(testing.local(v)) is torch.Tensor for v in states.values() if isinstance(v, DTensor))
-    return wrong
+    return [f"{way} {key}" for way, end in ends.items() for key in unequal(end, want)]
 
 
 @pytest.mark.product(keep=1)
@@ -268,57 +197,25 @@ def test_state_dicts_go_to_the_device_and_back(
     assert pool.run(across, 2, tmp_path, everything, is_from_device) == [[], []]
 
 
-def outlived(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, torch.Tensor]:
-    """A model used before it has an optimizer, between two of them, and with a second one that is refused."""
-    sharded = sharded_net("uneven", stage=3, offload=offload)
-    batch = small_decoders.batches("uneven", steps=1, ranks=ranks, microbatches=1, seed=7)[0][rank][0]
-    with torch.no_grad():
-        losses = [small_decoders.loss_fn(sharded.model, batch).item()]
-    optim = AdamW(sharded, lr=1e-2)
-    offload_lanes.slow(optim)
-    train(sharded, optim, "uneven", steps=2)
-    with pytest.raises(RuntimeError, match="already go to another optimizer"):
-        AdamW(sharded)
-    train(sharded, optim, "uneven", steps=1)
-    del optim
-    with torch.no_grad():
-        losses.append(small_decoders.loss_fn(sharded.model, batch).item())
-    losses += train(sharded, AdamW(sharded, lr=1e-2), "uneven", steps=2)
-    return {"losses": torch.tensor(losses)}
-
-
-@everywhere(first=("host", 1))
-def test_a_model_lives_without_its_optimizer_and_with_another(
-    pool: Pool, ranks: int, everything: OffloadConfig
-) -> None:
-    has_the_bits_of_the_device(pool, outlived, ranks, everything)
-
-
-def forgotten(rank: int, ranks: int, everything: OffloadConfig) -> None:
-    """Model, optimizer, parameters and threads after everything was dropped."""
-    sharded_net("uneven", stage=3)  # the first starts the watchdog, which lives as long as the process group
-    threads = threading.active_count()
+def forgotten(rank: int, ranks: int, everything: OffloadConfig) -> list[str]:
+    """What is alive of models, their optimizers and their parameters some time after all has been dropped."""
+    kept: list[weakref.ref[Any]] = []
     for steps in (0, 2):
         sharded = sharded_net("uneven", stage=3, offload=everything)
         optim = AdamW(sharded, lr=1e-2)
         train(sharded, optim, "uneven", steps=steps)
-        kept = [weakref.ref(sharded.model), weakref.ref(optim), *map(weakref.ref, sharded.named_params().values())]
+        kept += map(weakref.ref, (sharded.model, optim, *sharded.named_params().values()))
         del sharded, optim
-        until = time.monotonic() + 120
-        while time.monotonic() < until:  # a lane may be at its last action
-            gc.collect()
-            left = [type(each()).__name__ for each in kept if each() is not None]
-            if not left and threading.active_count() <= threads:  # one of another test's may have ended meanwhile
-                break
-            time.sleep(0.01)
-        assert left == []
-        assert threading.active_count() <= threads
+    until = time.monotonic() + 120
+    while any(each() is not None for each in kept) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)  # a lane may be at its last action
+    return [type(each()).__name__ for each in kept if each() is not None]
 
 
-@everywhere(first=("disk", 1))
-def test_nothing_of_a_dropped_model_stays(pool: Pool, ranks: int, everything: OffloadConfig, tmp_path: Path) -> None:
-    pool.run(forgotten, ranks, everything)
-    assert os.listdir(tmp_path) == []
+def test_nothing_of_a_dropped_model_stays(pool: Pool, everything: OffloadConfig) -> None:
+    """And of its threads and files: `tests/zero/test_made_anew.py`."""
+    assert pool.run(forgotten, 1, everything) == [[]]
 
 
 def guessed(rank: int, ranks: int, everything: OffloadConfig) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,24 +14,18 @@ import torch
 from offload_parity import everything
 from parity_cells import Cell
 from pool import Pool
-from torch import nn
 from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
-from dzero import AdamW, DiskConfig, OffloadConfig, OffloadError, Sharded, TorchOptimizer, ZeroConfig, shard, testing
+from dzero import AdamW, DiskConfig, OffloadConfig, Sharded, TorchOptimizer, testing
 
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}
-EARLY = OffloadConfig(**HOST, overlap="backward")
 UNITS = 4
 """Of the net: three blocks and the root."""
 DELAYED = [
     (Cell(stage=2, precision="bf16", microbatches=1, master="remainder", net="uneven", ranks=2), "states on host"),
-    (Cell(stage=3, precision="fp16", microbatches=1, master="fp32", net="even", ranks=2), "states on host"),
-    (Cell(stage=1, precision="fp32", microbatches=4, master="fp32", net="frozen", ranks=2), "states on host"),
-    (Cell(stage=0, precision="bf16", microbatches=1, master="fp32", net="tied", ranks=2), "states on host"),
-    (Cell(stage=2, precision="bf16", microbatches=4, master="fp32", net="even", ranks=4), "states on host"),
-    (Cell(stage=3, precision="bf16", microbatches=1, master="remainder", net="uneven", ranks=2), "all on disk"),
+    (Cell(stage=0, precision="fp16", microbatches=4, master="fp32", net="frozen", ranks=2), "states on host"),
     (Cell(stage=3, precision="fp32", microbatches=4, master="fp32", net="tied", ranks=2), "all on host"),
-    (Cell(stage=3, precision="fp16", microbatches=1, master="fp32", net="frozen", ranks=1), "all on disk"),
+    (Cell(stage=3, precision="bf16", microbatches=1, master="remainder", net="uneven", ranks=2), "all on disk"),
 ]
 
 
@@ -66,6 +58,8 @@ def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], b
         return sharded, TorchOptimizer(sharded, getattr(torch.optim, rule), lr=1e-2, **RULES[rule])
 
     (first, optim), (second, other) = start(0), start(1)
+    (line,) = [line for line in optim.describe() if "pageable host memory" in line]
+    assert "weights are one step old" in line
     train(first, optim, steps=3)
     second.model.load_state_dict(first.model.state_dict())
     other.load_state_dict(optim.state_dict())
@@ -107,202 +101,84 @@ def test_backward_updates_early_what_the_undo_budget_allows_until_clipping_is_fr
 
 
 def states_of(sharded: Sharded, optim: Any) -> dict[str, torch.Tensor]:
-    """The states themselves, as a user may keep them."""
+    """The states themselves, as a user may keep them; an fp32 parameter has a master of its own off the device only."""
     named = sharded.named_params().items()
-    return {f"{name}.{key}": testing.local(value) for name, param in named for key, value in optim.state[param].items()}
+    states = {f"{name}.{key}": (value, param) for name, param in named for key, value in optim.state[param].items()}
+    return {
+        name: testing.local(value)
+        for name, (value, param) in states.items()
+        if not (name.endswith(".master") and param.dtype == value.dtype)
+    }
 
 
-def held(rank: int, ranks: int, precision: dict[str, str], folder: str | None) -> list[str]:
-    """What differs from the device's run in tensors that were taken before odd and even numbers of early updates."""
-    taken: list[dict[str, torch.Tensor]] = []
-    params = {} if folder is None else {"param": "disk", "disk": DiskConfig(paths=[folder])}
-    for offload in (OffloadConfig(**HOST, **params, overlap="backward"), None):
-        sharded = sharded_net("even", stage=2 if folder is None else 3, offload=offload, **precision)
-        optim = AdamW(sharded, lr=1e-2)
-        states = states_of(sharded, optim)
-        for steps in (3, 2):
-            train(sharded, optim, steps=steps, seed=steps)
-            optim.synchronize()
-            taken.append({key: value.clone() for key, value in (states | params_of(sharded)).items()})
-    return [key for here, there in zip(taken[:2], taken[2:], strict=True) for key in unequal(here, there)]
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize(
-    ("precision", "params_on_disk"),
-    [
-        ({"master": "remainder"}, True),
-        ({"param": "fp32"}, True),
-        ({}, False),
-        ({"master": "remainder"}, False),
-        ({"moments": "int8"}, False),
-        ({"param": "fp32"}, False),
-        ({"param": "fp16"}, False),
-    ],
-    ids=str,
-)
-def test_tensors_taken_before_early_updates_have_the_states_at_rest(
-    pool: Pool, tmp_path: Path, precision: dict[str, str], params_on_disk: bool
-) -> None:
-    """Early updates make states in other places, which exchange with those of before, and come back at rest."""
-    assert pool.run(held, 2, precision, str(tmp_path) if params_on_disk else None) == [[], []]
-
-
-class Pair(nn.Module):
-    """A unit whose second weight has no gradient while `both` is False."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.both = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) + self.second(x) if self.both else self.first(x)
-
-
-def in_part(rank: int, ranks: int, by_group: bool) -> list[str]:
-    """What differs from the device's run if only a part of a unit is updated in some of 6 steps."""
-    ends = []
-    for offload in (EARLY, None):
-        torch.manual_seed(0)
-        net = nn.Sequential(Pair(), Pair())
-        sharded = shard(net, ZeroConfig(stage=2, units=["Pair"]), offload=offload)
-        named = sharded.named_params()
-        late = [param for name, param in named.items() if by_group and "second" in name]
-        optim = AdamW(sharded, [param for param in named.values() if all(param is not each for each in late)], lr=1e-2)
-        for step in range(6):
-            for pair in net:
-                pair.both = by_group or step not in (1, 2, 4)
-            if late and step == 3:
-                optim.add_param_group({"params": late})
-            sharded.model(torch.ones(4, 8) * (1 + rank + step)).square().sum().backward()
-            optim.step()
-        optim.synchronize()
-        ends.append(snapshot(sharded, optim))
-    return unequal(*ends)
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("by_group", [False, True], ids=["without gradients", "in no group"])
-def test_a_unit_of_which_a_part_is_updated_keeps_the_states_of_the_rest(pool: Pool, by_group: bool) -> None:
-    assert pool.run(in_part, 2, by_group) == [[], []]
-
-
-def second_backward(rank: int, ranks: int, stages: tuple[int, ...]) -> list[str]:
+def second_backward(rank: int, ranks: int, stage: int) -> list[str]:
     """What differs after a refused second backward."""
-    wrong = []
-    for stage in stages:
-        sharded = sharded_net("even", stage=stage, offload=EARLY)
-        optim = AdamW(sharded)
-        train(sharded, optim, steps=2)
-        optim.synchronize()
-        before = snapshot(sharded, optim)
-        batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1, seed=9)[0][rank][0]
-        loss = small_decoders.loss_fn(sharded.model, batch)
-        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        with pytest.raises(RuntimeError, match="gradients after those of the step's last microbatch"):
-            loss.backward()  # type: ignore[no-untyped-call]
-        optim.synchronize()
-        wrong += [f"stage {stage} {key}" for key in unequal(before, snapshot(sharded, optim))]
-    return wrong
+    sharded = sharded_net("even", stage=stage, offload=OffloadConfig(**HOST, overlap="backward"))
+    optim = AdamW(sharded)
+    train(sharded, optim, steps=2)
+    optim.synchronize()
+    before = snapshot(sharded, optim)
+    batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1, seed=9)[0][rank][0]
+    loss = small_decoders.loss_fn(sharded.model, batch)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="gradients after those of the step's last microbatch"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    optim.synchronize()
+    return unequal(before, snapshot(sharded, optim))
 
 
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize("stage", [2, 1, 3])
 def test_a_second_backward_is_refused_and_leaves_the_states_as_they_were(pool: Pool, stage: int) -> None:
-    assert pool.run(second_backward, 2, (stage,)) == [[], []]
+    assert pool.run(second_backward, 2, stage) == [[], []]
 
 
-def in_between(rank: int, ranks: int, overlap: str, waits: str) -> list[str]:
-    """States read between backward and step, and right after a step, against the device's; `waits`: by which call."""
-    wrong = []
+def in_between(
+    rank: int, ranks: int, overlap: str, waits: str, precision: dict[str, str], folder: str | None
+) -> list[str]:
+    """States that were taken at first, read between a backward and its step by the call `waits`, and at the end; a
+    block's state dict before that. Against the device's."""
     runs = []
-    for offload in (OffloadConfig(**HOST, overlap=overlap), None):
-        sharded = sharded_net("uneven", offload=offload)
+    params = {} if folder is None else {"param": "disk", "disk": DiskConfig(paths=[folder])}
+    for offload in (OffloadConfig(**HOST, **params, overlap=overlap), None):
+        sharded = sharded_net("uneven", stage=2 if folder is None else 3, offload=offload, **precision)
         optim = AdamW(sharded, lr=1e-2)
+        assert any("host memory" in line for line in optim.describe()) == (offload is not None)
         states, seen = states_of(sharded, optim), []
         for step, of_step in enumerate(small_decoders.batches("uneven", steps=6, ranks=ranks, microbatches=1)):
             backward(sharded, optim, of_step[rank])
-            getattr(optim, waits)()
-            seen.append({key: value.clone() for key, value in states.items()})
+            if step in (0, 3):  # an odd number of steps pass without a look at the states, then an even one
+                getattr(optim, waits)()
+                seen.append({key: value.clone() for key, value in states.items()})
             optim.step()
-            if step % 3 == 2:  # two steps pass without a look at the states, which would bring them to rest
-                sharded.model.state_dict()
-                seen.append({**snapshot(sharded, optim), **params_of(sharded)})
+        block = sharded.model.get_submodule("layers.2").state_dict()
+        seen.append({name: testing.local(value).clone() for name, value in block.items()})
+        optim.synchronize()
+        seen.append({key: value.clone() for key, value in (states | params_of(sharded)).items()})
         runs.append(seen)
-    for index, (got, want) in enumerate(zip(*runs, strict=True)):
-        wrong += [f"{overlap} {index} {key}" for key in unequal(got, want)]
-    return wrong
+    return [f"{at} {key}" for at, (got, want) in enumerate(zip(*runs, strict=True)) for key in unequal(got, want)]
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("waits", ["state_dict", "await_updates"])
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_states_are_whole_at_any_moment(pool: Pool, overlap: str, waits: str) -> None:
-    """`await_updates` is what a checkpoint calls."""
-    assert pool.run(in_between, 2, overlap, waits) == [[], []]
+@pytest.mark.product(keep=2)
+@pytest.mark.parametrize(
+    ("overlap", "waits", "precision", "params_on_disk"),
+    [
+        ("backward", "state_dict", {"master": "remainder"}, True),
+        ("backward", "await_updates", {}, False),
+        ("forward", "state_dict", {}, False),
+        ("backward", "await_updates", {"master": "remainder"}, False),
+        ("backward", "await_updates", {"param": "fp32"}, True),
+        ("backward", "state_dict", {"param": "fp32"}, False),
+        ("backward", "state_dict", {"moments": "int8"}, False),
+        ("forward", "await_updates", {"param": "fp16"}, False),
+    ],
+)
+def test_states_are_whole_at_any_moment(
+    pool: Pool, tmp_path: Path, overlap: str, waits: str, precision: dict[str, str], params_on_disk: bool
+) -> None:
+    """Early updates make states in other places, which exchange with those of before, and come back at rest.
 
-
-def failing(rank: int, ranks: int) -> list[str]:
-    """An exception in a lane, and what the loop gets to see of it."""
-    sharded = sharded_net("even", offload=OffloadConfig(**HOST))
-    optim = AdamW(sharded)
-    train(sharded, optim, steps=1)
-    optim.synchronize()
-    offload_lanes.fail(optim, "COMPUTE update layers.1")
-    said = []
-    for _ in range(2):
-        try:
-            train(sharded, optim, steps=1)
-            optim.synchronize()
-        except OffloadError as error:
-            said.append(str(error))
-    return said
-
-
-def test_what_fails_in_a_thread_is_raised_with_its_cause(pool: Pool) -> None:
-    (said,) = pool.run(failing, 1)
-    assert len(said) == 2
-    assert all("COMPUTE update layers.1 failed: the cable is out" in words for words in said)
-
-
-def introduced(rank: int, ranks: int) -> None:
-    optim = AdamW(sharded_net("even", offload=OffloadConfig(**HOST, overlap="delayed")))
-    (line,) = [line for line in optim.describe() if "pageable host memory" in line]
-    assert "weights are one step old" in line
-    assert not any("host memory" in line for line in AdamW(sharded_net("even")).describe())
-
-
-def test_what_lives_where_is_told(pool: Pool) -> None:
-    pool.run(introduced, 1)
-
-
-def saved(rank: int, ranks: int) -> None:
-    """Host states in torch.save, deepcopy, and through a submodule's state dict."""
-    sharded = sharded_net("uneven", offload=OffloadConfig(**HOST))
-    optim = AdamW(sharded, lr=1e-2)
-    offload_lanes.slow(optim, "FETCH", seconds=0.05)
-    train(sharded, optim, "uneven", steps=2)
-    block = sharded.model.get_submodule("layers.2")
-    before = {name: testing.local(value).clone() for name, value in block.state_dict().items()}
-    optim.synchronize()
-    after = {name: testing.local(value).clone() for name, value in block.state_dict().items()}
-    assert unequal(before, after) == []
-    kept = optim.state_dict()
-    file = io.BytesIO()
-    torch.save(kept, file)
-    elems = sum(testing.local(p).numel() for p in sharded.named_params().values())
-    assert file.tell() < 14 * elems + 200_000  # not the whole pool once per state
-    for index, states in copy.deepcopy(kept)["state"].items():
-        for key, value in states.items():
-            assert torch.equal(testing.local(value), testing.local(kept["state"][index][key]))
-    train(sharded, optim, "uneven", steps=1)
-    block.load_state_dict({name: torch.zeros_like(value) for name, value in block.state_dict().items()})
-    assert all(not testing.local(value).any() for value in block.state_dict().values())
-    train(sharded, optim, "uneven", steps=1)
-    optim.synchronize()
-    locals_ = [testing.local(value) for value in block.state_dict().values()]
-    assert all(value.abs().max() < 0.1 for value in locals_ if value.numel())  # one step of AdamW moves by at most lr
-
-
-def test_host_states_are_saved_and_copied_like_any_others(pool: Pool) -> None:
-    pool.run(saved, 2)
+    `await_updates` is what a checkpoint calls.
+    """
+    folder = str(tmp_path) if params_on_disk else None
+    assert pool.run(in_between, 2, overlap, waits, precision, folder) == [[], []]

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pool import Pool
-from small_runs import SMALL, write_text
 from training_loops import params_of, sharded_net, snapshot, train, unequal
-from typed_commands import typed
 
 from dzero import DiskConfig, OffloadConfig, Sharded, TorchOptimizer, testing
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "SGD": {"momentum": 0.9},
-    "Adam": {"amsgrad": True},
-    "RMSprop": {"momentum": 0.5, "centered": True},
-    "Adagrad": {"initial_accumulator_value": 0.25},
-}
-KEPT = {
-    "SGD": 1,
-    "Adam": 3,
-    "AdamW": 2,
-    "Adagrad": 1,
-    "Adadelta": 2,
-    "Adamax": 2,
-    "NAdam": 2,
-    "RAdam": 2,
-    "RMSprop": 3,
-    "ASGD": 1,
-    "Rprop": 2,
+CLASSES: dict[str, tuple[int, dict[str, Any]]] = {
+    "SGD": (1, {"momentum": 0.9}),
+    "Adam": (3, {"amsgrad": True}),
+    "AdamW": (2, {}),
+    "Adagrad": (1, {"initial_accumulator_value": 0.25}),
+    "Adadelta": (2, {}),
+    "Adamax": (2, {}),
+    "NAdam": (2, {}),
+    "RAdam": (2, {}),
+    "RMSprop": (3, {"momentum": 0.5, "centered": True}),
+    "ASGD": (1, {}),
+    "Rprop": (2, {}),
 }
 """Tensors of a parameter's shape that each element-wise class keeps, with these options."""
 Where = dict[str, Any] | None
@@ -50,9 +41,8 @@ def made(name: str, where: Where, path: str, net: str = "uneven", **cut: Any) ->
     disk = {"disk": DiskConfig(paths=[path], block_bytes=8192)} if where and "disk" in where.values() else {}
     offload = None if where is None else OffloadConfig(**where, **disk)
     sharded = sharded_net(net, offload=offload, **cut)
-    return sharded, TorchOptimizer(
-        sharded, getattr(torch.optim, name), max_norm=0.5, lr=1e-3, **OPTIONS.get(name, {})
-    )  # fmt: skip
+    options = {"max_norm": 0.5, "lr": 1e-3, **CLASSES[name][1]}
+    return sharded, TorchOptimizer(sharded, getattr(torch.optim, name), **options)
 
 
 def result(cell: Cell, path: str) -> dict[str, torch.Tensor]:
@@ -76,19 +66,6 @@ def compare(rank: int, ranks: int, path: str, cells: list[Cell]) -> list[str]:
     return wrong
 
 
-def cells_on_the_host() -> list[Cell]:
-    ways = [
-        HOST,
-        {"master": "host", "moments": "host", "overlap": "step"},
-        {"grad": "host"},
-        {**HOST, "master_fraction": 0.5, "moments_fraction": 0.5},
-    ]
-    return [
-        (name, {"stage": stage, "param": param, "microbatches": 1 + 3 * (stage % 2)}, ways[stage])
-        for name, param, stage in itertools.product(("SGD", "NAdam"), ("bf16", "fp32"), range(4))
-    ]
-
-
 WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stage": 3, "param": "bf16"}, EVERYTHING),
     ({"stage": 3, "param": "fp32", "microbatches": 4}, EVERYTHING),
@@ -97,40 +74,40 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stage": 0, "param": "bf16"}, {**DISK, "grad": "device", "prefetch_units": 1}),
     ({"stage": 2, "param": "bf16"}, {**DISK, "master_fraction": 0.5, "moments_fraction": 0.5}),
 ]
+HOST_WAYS = [
+    HOST,
+    {"master": "host", "moments": "host", "overlap": "step"},
+    {"grad": "host"},
+    {**HOST, "master_fraction": 0.5, "moments_fraction": 0.5},
+]
 CELLS: dict[str, list[Cell]] = {
-    "every class on disk": [
-        (name, {"stage": 1 + at % 3, "param": ("bf16", "fp32")[at % 2]}, DISK) for at, name in enumerate(KEPT)
-    ],
-    "every way to disk": [(("NAdam", "Adagrad")[at % 2], *way) for at, way in enumerate(WAYS)],
-    "every way to the host": cells_on_the_host(),
-}
-
-
-def test_classes_have_the_same_bits_off_the_device(pool: Pool, tmp_path: Path) -> None:
-    cells: list[Cell] = [
+    "two ways": [
         ("SGD", {"stage": 2, "param": "fp32", "microbatches": 2}, HOST),
         ("Adam", {"stage": 3, "param": "bf16"}, EVERYTHING),
-    ]
-    assert pool.run(compare, 2, str(tmp_path), cells) == [[], []]
+    ],
+    "every class on disk": [
+        (name, {"stage": 1 + at % 3, "param": ("bf16", "fp32")[at % 2]}, DISK) for at, name in enumerate(CLASSES)
+    ],
+    "every way to disk": [(("NAdam", "Adagrad")[at % 2], *way) for at, way in enumerate(WAYS)],
+    "every way to the host": [
+        ("NAdam", {"stage": stage, "param": param, "microbatches": 1 + 3 * (stage % 2)}, HOST_WAYS[stage])
+        for param, stage in itertools.product(("bf16", "fp32"), range(4))
+    ],
+}
+EXHAUSTIVE = {name: [(name, *way) for way in WAYS] for name in CLASSES}
 
 
-@pytest.mark.full(SAME)
-@pytest.mark.parametrize("which", CELLS)
-def test_so_they_have_in_every_way(pool: Pool, tmp_path: Path, which: str) -> None:
-    assert pool.run(compare, 2, str(tmp_path), CELLS[which]) == [[], []]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KEPT)
-def test_so_has_every_class_in_every_way(pool: Pool, tmp_path: Path, name: str) -> None:
-    assert pool.run(compare, 2, str(tmp_path), [(name, *way) for way in WAYS]) == [[], []]
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("which", [*CELLS, *(pytest.param(name, marks=pytest.mark.slow) for name in EXHAUSTIVE)])
+def test_classes_have_the_same_bits_off_the_device(pool: Pool, tmp_path: Path, which: str) -> None:
+    assert pool.run(compare, 2, str(tmp_path), (CELLS | EXHAUSTIVE)[which]) == [[], []]
 
 
 def bytes_of(rank: int, ranks: int, path: str) -> dict[str, tuple[int, int]]:
     """Bytes on disk, taken and by formula, of classes on the net whose shards need no padding."""
     found = {}
     for name in ("SGD", "AdamW", "Adam"):
-        kept = KEPT[name]
+        kept, _ = CLASSES[name]
         sharded, optim = made(name, DISK, path, "even")
         shares = [4 * sum(param.shard_elems(ranks) for param in unit.params) for unit in sharded.shapes]
         pages = sum(-(-share // 4096) - (-share * kept // 4096) for share in shares)
@@ -142,26 +119,6 @@ def test_a_class_keeps_on_disk_its_masters_and_its_states_in_fp32(pool: Pool, tm
     """Of each unit the masters, and as many tensors as the class keeps; each in whole pages."""
     for name, (taken, due) in pool.run(bytes_of, 2, str(tmp_path))[0].items():
         assert taken == due, name
-
-
-@pytest.mark.full(
-    "tests/offload/test_torch_rules_on_disk.py::test_a_class_keeps_on_disk_its_masters_and_its_states_in_fp32"
-)
-def test_plans_know_what_a_class_keeps(tmp_path: Path) -> None:
-    """Host, disk and what is written in a step, as a plan says and as a run of two steps tells."""
-    more = "launch.workers=2 zero.stage=2 offload=disk optim.rule=Adam optim.options.amsgrad=true train.steps=2"
-    settings = [*SMALL.split(), f"data.path={write_text(tmp_path / 'text.txt')}", *more.split()]
-    settings.append(f"offload.disk.paths=[{tmp_path}]")
-    plan, run = typed("-m", "dzero", "plan", *settings, cwd=tmp_path), typed("train.py", *settings, cwd=tmp_path)
-    assert plan.returncode == run.returncode == 0, plan.stderr + run.stderr
-    size = r"([\d.]+) KiB"
-    host = sum(float(each) for each in re.findall(rf"\(host\) +{size}", plan.stdout))
-    (disk,) = re.findall(rf"disk +together +{size}", plan.stdout)
-    (written,) = re.findall(rf"written to disk +{size}", plan.stdout)
-    assert f"offload: {host:.0f} KiB of pageable host memory per rank" in run.stdout
-    assert f"offload: {disk} KiB per rank on {tmp_path}" in run.stdout
-    (spilled,) = re.findall(rf"SPILL .* {size} +[\d.]+ [KMG]iB/s", run.stdout)
-    assert float(spilled) == pytest.approx(2 * float(written), abs=1.0)  # each is rounded to three digits
 
 
 def seen(rank: int, ranks: int, path: str) -> tuple[list[str], bool]:
@@ -185,53 +142,6 @@ def test_states_on_disk_are_read_and_written_through_state_dicts(pool: Pool, tmp
     assert pool.run(seen, 2, str(tmp_path)) == [([], True)] * 2
 
 
-def loaded_alone(rank: int, ranks: int, path: str) -> list[str]:
-    """Load a trained optimizer's states into one whose model keeps other values; go on, on host and device."""
-    ends = []
-    for where in (None, HOST):
-        donor, packed_of = made("SGD", where, path)
-        train(donor, packed_of, "uneven", steps=3)
-        fresh, optim = made("SGD", where, path)
-        optim.load_state_dict(packed_of.state_dict())
-        train(fresh, optim, "uneven", steps=2)
-        optim.synchronize()
-        ends.append(params_of(fresh))
-    return unequal(*ends)
-
-
-@pytest.mark.full(
-    "tests/offload/test_torch_rules_on_disk.py::test_states_on_disk_are_read_and_written_through_state_dicts"
-)
-def test_states_that_are_loaded_without_the_model_follow_its_values_on_every_tier(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(loaded_alone, 2, str(tmp_path)) == [[], []]
-
-
-def later(rank: int, ranks: int, path: str) -> list[str]:
-    """Groups: some parameters in none (fp32 masters on disk are the parameters), one added after two steps."""
-    ends = []
-    disk = DiskConfig(paths=[path], block_bytes=8192)
-    for offload in (None, OffloadConfig(**DISK | {"param": "disk"}, disk=disk)):
-        sharded = sharded_net("uneven", stage=3, param="fp32", offload=offload)
-        first, *rest = sharded.named_params().values()
-        optim = TorchOptimizer(sharded, torch.optim.SGD, rest[:3], lr=0.05, momentum=0.9)
-        train(sharded, optim, "uneven", steps=2)
-        optim.add_param_group({"params": [first, *rest[3:6]], "lr": 0.01, "momentum": 0.0})
-        train(sharded, optim, "uneven", steps=2)
-        optim.synchronize()
-        ends.append(params_of(sharded) | snapshot(sharded, optim))
-        del optim
-        again = TorchOptimizer(sharded, torch.optim.Adam, lr=1e-3)
-        train(sharded, again, "uneven", steps=2)
-        again.synchronize()
-        ends[-1] |= {f"then {key}": value for key, value in params_of(sharded).items()}
-    return unequal(*ends)
-
-
-@pytest.mark.full(SAME)
-def test_groups_may_be_partial_and_come_later(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(later, 2, str(tmp_path)) == [[], []]
-
-
 class Lookahead(torch.optim.SGD):
     """Keeps the first values of each parameter, from the moment it is made."""
 
@@ -243,11 +153,9 @@ class Lookahead(torch.optim.SGD):
 
 
 def refused(rank: int, ranks: int, path: str) -> None:
-    disk = DiskConfig(paths=[path])
+    on_disk = OffloadConfig(**DISK, disk=DiskConfig(paths=[path]))
     with pytest.raises(ValueError, match=r"'slow'.*take offload\.master=host"):
-        TorchOptimizer(
-            sharded_net("even", offload=OffloadConfig(**DISK, disk=disk)), Lookahead, lr=0.1, elementwise=True
-        )
+        TorchOptimizer(sharded_net("even", offload=on_disk), Lookahead, lr=0.1, elementwise=True)
     says = r"it keeps its states where the masters are, in one fraction; take offload\.moments=host, or"
     with pytest.raises(ValueError, match=says):
         TorchOptimizer(sharded_net("even", offload=OffloadConfig(master="host")), torch.optim.SGD, lr=0.1)

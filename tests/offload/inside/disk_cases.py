@@ -8,10 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
-import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import torch
 
 from dzero import DiskError
-from dzero.offload import scratch_dir
 from dzero.offload.disk import DiskConfig, DiskStore
 from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.scratch_dir import ScratchDir
@@ -45,7 +41,6 @@ def mounted(folder: str) -> dict[str, Any]:
     place = f"{folder}/{{}}".format
     return {
         "full": full(place("small"), place("large")),
-        "read_only": read_only(place("fixed")),
         "buffered": buffered(place("ram0"), place("ram1")),
     }
 
@@ -54,34 +49,14 @@ def full(small: str, large: str) -> dict[str, Any]:
     """`small` has 8 MiB in all. One store takes 5 of them, others want more than is left."""
     seen: dict[str, Any] = {}
     before = free(large), free(small)
-    with DiskStore(DiskConfig(paths=[small]), {"a": 5 * MIB}) as first:
+    with DiskStore(DiskConfig(paths=[small]), {"a": 5 * MIB}):
         seen["first"] = os.listdir(small)
         left = free(small)
         try:
             DiskStore(DiskConfig(paths=[large, small], block_bytes=MIB), {"a": 10 * MIB}, rank=3)
         except DiskError as error:  # now, and not only when the error and what it refers to are forgotten
             seen["second"] = told(error) | {"count": error.count}
-            seen["given_back"] = (
-                os.listdir(large),
-                len(os.listdir(small)),
-                left - free(small),
-                before[0] - free(large),
-            )
-        # Somebody else takes the space just after it was looked up: blocks are taken until there are none.
-        tell, looked_up = scratch_dir._available, iter([1 << 40])
-        scratch_dir._available = lambda parent: next(looked_up, None) or tell(parent)
-        try:
-            ScratchDir(small, 5 * MIB)
-        except DiskError as error:
-            seen["unforeseen"] = told(error)
-            seen["unforeseen_given_back"] = (len(os.listdir(small)), left - free(small))
-        scratch_dir._available = tell
-        with DiskStore(DiskConfig(paths=[small]), {"a": 2 * MIB}) as third:
-            for store, value, count in ((first, 1, 5 * MIB), (third, 2, 2 * MIB)):
-                store.write("a", buffer(count, value)).result()
-            into = buffer(5 * MIB)
-            first.read("a", into).result()
-            seen["both_run"] = into.unique().tolist()
+            seen["given_back"] = os.listdir(large), len(os.listdir(small)), left - free(small), before[0] - free(large)
     with open(f"{small}/others", "wb") as others:
         others.write(bytes(free(small)))
         others.flush()
@@ -92,14 +67,6 @@ def full(small: str, large: str) -> dict[str, Any]:
     os.unlink(f"{small}/others")
     seen["left"] = (os.listdir(small), before[1] - free(small))
     return seen
-
-
-def read_only(path: str) -> dict[str, Any]:
-    try:
-        DiskStore(DiskConfig(paths=[path]), {"a": 1})
-    except DiskError as error:
-        return told(error)
-    return {}
 
 
 def buffered(first: str, second: str) -> dict[str, Any]:
@@ -116,50 +83,6 @@ def buffered(first: str, second: str) -> dict[str, Any]:
     return {"warnings": own, "equal": torch.equal(data, into), "direct": direct}
 
 
-def too_large(path: str) -> dict[str, Any]:
-    """The process's limit on file sizes ends in the second of two blocks; a signal of it is ignored by Python."""
-    with DiskStore(DiskConfig(paths=[path], block_bytes=4 * MIB, threads=1), {"a": 8 * MIB}) as store:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, resource.RLIM_INFINITY))
-        try:
-            store.write("a", buffer(8 * MIB)).result()
-        except DiskError as error:
-            seen = told(error) | {"piece": error.piece, "offset": error.offset, "count": error.count}
-        try:
-            store.read("a", buffer(8 * MIB))
-        except RuntimeError as error:
-            seen["then"] = str(error)
-    return seen
-
-
-def devices(first: str, second: str) -> dict[str, Any]:
-    """A store over two block devices, and what the kernel counts on each, in bytes read and written."""
-    paths, size = [first, second], 24 * MIB
-    with DiskStore(DiskConfig(paths=paths, weights=[2, 1], block_bytes=MIB), {"a": size, "b": size}) as store:
-        data, into = buffer(size), buffer(size, 0)
-        data.random_()
-        before = [moved(path) for path in paths]
-        for name in ("a", "b"):
-            store.write(name, data).result()
-        written = [moved(path) for path in paths]
-        for name in ("a", "b"):
-            into.zero_()
-            store.read(name, into).result()
-        read = [moved(path) for path in paths]
-        return {
-            "equal": torch.equal(data, into),
-            "written": [b[1] - a[1] for a, b in zip(before, written, strict=True)],
-            "read": [b[0] - a[0] for a, b in zip(written, read, strict=True)],
-            "told": store.describe(),
-        }
-
-
-def moved(path: str) -> tuple[int, int]:
-    """Bytes that were read from the block device of `path`, and written to it."""
-    device = os.stat(path).st_dev
-    fields = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
-    return int(fields[2]) * 512, int(fields[6]) * 512
-
-
 def write_forever(path: str) -> dict[str, Any]:
     """Until it is killed."""
     store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 32 * MIB})
@@ -168,31 +91,6 @@ def write_forever(path: str) -> dict[str, Any]:
     print("holding", flush=True)
     while True:
         store.write("a", data).result()
-
-
-def hold(path: str, count: str) -> dict[str, Any]:
-    """Hold `count` bytes until something is said on standard input."""
-    with DiskStore(DiskConfig(paths=[path]), {"a": int(count)}) as store:
-        data = buffer(int(count))
-        store.write("a", data).result()
-        print("holding", flush=True)
-        sys.stdin.readline()
-        data.zero_()
-        store.read("a", data).result()
-        return {"read": data.unique().tolist()}
-
-
-def end(path: str, how: str) -> dict[str, Any]:
-    """A store that nobody closes, in a process that ends in some way."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job starts without
-    store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 8 * MIB})
-    store.write("a", buffer(8 * MIB))
-    print("holding", flush=True)
-    if how == "error":
-        raise SystemExit(f"{store.sizes}")
-    if how == "wait":
-        time.sleep(60)
-    return {"inside": len(os.listdir(path))}
 
 
 def forked(path: str) -> dict[str, Any]:
@@ -210,5 +108,5 @@ def forked(path: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cases = {case.__name__: case for case in (mounted, devices, too_large, write_forever, hold, end, forked)}
+    cases = {case.__name__: case for case in (mounted, write_forever, forked)}
     print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])), flush=True)

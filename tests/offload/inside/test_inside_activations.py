@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import random
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,96 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_loops import unequal
 
-from dzero import DiskConfig, DiskError
-from dzero.offload import activation_pool, scratch_dir
-from dzero.offload.activation_pool import ActivationPool, ActivationSlot
+from dzero import DiskConfig
+from dzero.offload import activation_pool
+from dzero.offload.activation_pool import ActivationPool
 from dzero.offload.activations import ActivationOffload
 from dzero.offload.disk import DiskStore
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.schedule import OffloadSchedule
-
-PAGE = 4096
-
-
-def rooms(path: Path, ahead: int = 1) -> tuple[ActivationPool, ScheduleExecutor, DiskStore]:
-    executor = ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), torch.device("cpu"))
-    store = DiskStore(DiskConfig(paths=[str(path)], block_bytes=PAGE), {})
-    return ActivationPool(executor, pin=False, store=store, ahead=ahead), executor, store
-
-
-def save(pool: ActivationPool, source: torch.Tensor) -> ActivationSlot:
-    slot = pool.take(source.nbytes)
-    pool.evict(slot, source)
-    return slot
-
-
-def fetch(pool: ActivationPool, slot: ActivationSlot, like: torch.Tensor) -> torch.Tensor:
-    destination = torch.zeros_like(like)
-    pool.fetch(slot, destination)
-    pool.stream_wait(slot)
-    return destination
-
-
-def inputs(count: int, elems: int = PAGE) -> list[torch.Tensor]:
-    return [torch.full((elems,), float(index)) for index in range(count)]
-
-
-def moved(executor: ScheduleExecutor) -> dict[str, int]:
-    executor.drain()
-    return {lane: use.moved_bytes for lane, use in executor.take_use().items()}
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_whatever_comes_and_goes_in_any_order_comes_back_as_it_was(tmp_path: Path, seed: int) -> None:
-    """Saves of several sizes, loads ahead, fetches more than once and drops at random, with delays in all lanes."""
-    draw = random.Random(seed)
-    chance = random.Random(seed)
-    pool, executor, store = rooms(tmp_path, ahead=seed % 3)
-    executor.before = lambda key: time.sleep(chance.choice([0.0, 0.0, 0.002]))
-    living: list[tuple[ActivationSlot, torch.Tensor]] = []
-    for number in range(150):
-        doing = draw.choice(["save", "save", "fetch", "load", "drop"])
-        if doing == "save" and len(living) < 12:
-            source = torch.full((draw.choice([1024, 3000, 5000]),), float(number))
-            living.append((save(pool, source.clone()), source))
-        elif doing == "load":
-            pool.load([slot for slot, _ in draw.sample(living, min(3, len(living)))])
-        elif doing == "fetch" and living:
-            slot, source = draw.choice(living)
-            assert torch.equal(fetch(pool, slot, source), source)
-        elif doing == "drop" and living:
-            living.pop(draw.randrange(len(living)))
-        slot = source = None  # type: ignore[assignment]
-    for slot, source in reversed(living):
-        assert torch.equal(fetch(pool, slot, source), source)
-    use = moved(executor)
-    assert use["SPILL activation"] > 0
-    assert use["LOAD activation"] > 0
-    assert len(pool.turn_bytes) == seed % 3 + 2
-    store.close()
-
-
-def test_what_is_dropped_before_it_had_to_leave_is_never_written(tmp_path: Path) -> None:
-    pool, executor, store = rooms(tmp_path)
-    for source in inputs(20):
-        save(pool, source)
-    assert moved(executor).keys() == {"EVICT"}
-    assert (len(pool.seat_bytes), store.sizes) == (1, {})
-    store.close()
-
-
-def test_a_full_disk_is_told_by_the_save_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, _, store = rooms(tmp_path)
-    first, second = [save(pool, source) for source in inputs(2)]
-    monkeypatch.setattr(scratch_dir, "_available", lambda parent: 4 * PAGE - 1)
-    with pytest.raises(DiskError, match=r"rank 0 needs 16\.0 KiB of scratch space; 16\.0 KiB are available") as told:
-        save(pool, inputs(1)[0])
-    assert told.value.errno == errno.ENOSPC
-    assert all(
-        torch.equal(fetch(pool, slot, want), want) for slot, want in zip((first, second), inputs(2), strict=True)
-    )
-    store.close()
 
 
 class Root(nn.Module):
@@ -162,43 +77,10 @@ def grads(root: Root, x: Tensor = X, *, retain: bool = False) -> dict[str, Tenso
     return found
 
 
-def test_blocks_beside_each_other_share_one_copy_and_tables_stay() -> None:
-    root = Root(beside=True)
-    want = grads(root)
-    _, executor = watched(root)
-    assert unequal(grads(root), want) == []
-    assert executor.take_use()["EVICT"].moved_bytes == X.nbytes
-
-
-class Around(nn.Module):
-    """Checkpoints its whole call, hooks included, as transformers' layers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 64))
-
-    def __call__(self, *args: Any) -> Any:
-        return checkpoint(super().__call__, *args, use_reentrant=False)
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return (x * self.gain * table).tanh()
-
-
-def test_a_checkpoint_around_the_blocks_call_is_seen_from_outside_too() -> None:
-    root, events = Root(), list[str]()
-    root.blocks = nn.ModuleList(Around() for _ in range(4))
-    want = grads(root)
-    _, executor = watched(root)
-    for block in root.blocks:
-        block.register_forward_pre_hook(lambda *_: events.append("forward"))
-    assert unequal(grads(root), want) == []
-    assert events == 2 * 4 * ["forward"]  # recomputed
-    assert executor.take_use()["EVICT"].moved_bytes == 4 * X.nbytes
-
-
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_second_backward_over_the_same_graph_brings_them_again(tmp_path: Path, beside: bool, on_disk: bool) -> None:
+    """Of blocks beside each other there is one copy, which stays on the device as the tables do."""
     root = Root(beside)
     want = grads(root, retain=True)
     moving, executor = watched(root, tmp_path if on_disk else None)

@@ -10,11 +10,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from clocks import Access, Agent
-from frames import where_called
-from memory import Space
+from memory import Access, Agent, Space
 from operators import Operators, tensors_of
 from simulation import SimulatedStream, Simulation
+from sites import where_called
 
 from dzero import AdamW, streams
 from dzero.comm import host_sum, reduction
@@ -26,23 +25,15 @@ from dzero.optim import cpu_kernels
 from dzero.optim.flat_update import AdamWUpdater
 from dzero.zero.unit import Unit
 
-COLLECTIVES = {
-    # name: (indices of what is written, of what is read)
-    "allreduce": ((0,), (0,)),
-    "broadcast": ((0,), (0,)),
-    "allgather": ((0,), (1,)),
-    "_allgather_base": ((0,), (1,)),
-    "all_gather_single": ((0,), (1,)),
-    "allgather_into_tensor_coalesced": ((0,), (1,)),
-    "reduce_scatter": ((0,), (1,)),
-    "_reduce_scatter_base": ((0,), (1,)),
-    "reduce_scatter_single": ((0,), (1,)),
-    "alltoall_base": ((0,), (1,)),
-    "all_to_all_single": ((0,), (1,)),
-    "alltoall": ((0,), (1,)),
+GATHERS = "allgather _allgather_base all_gather_single allgather_into_tensor_coalesced"
+SCATTERS = "reduce_scatter _reduce_scatter_base reduce_scatter_single alltoall_base all_to_all_single alltoall"
+COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(("allreduce", "broadcast"), ((0,), (0,))),
+    **dict.fromkeys((*GATHERS.split(), *SCATTERS.split()), ((0,), (1,))),
     "send": ((), (0,)),
     "recv": ((0,), ()),
 }
+"""Name: indices of what is written, of what is read."""
 
 
 class SimulatedWork(dist.Work):
@@ -100,12 +91,8 @@ def _memory(simulation: Simulation) -> list[Any]:
                 agent = Agent("those who let go", block.let_go)
                 agent.join(simulation.thread.clock)
 
-    resize, to_list, to_cpu, init = (
-        torch.UntypedStorage.resize_,
-        torch.Tensor.tolist,
-        torch.Tensor.cpu,
-        HostMemoryPool.__init__,
-    )
+    resize, init = torch.UntypedStorage.resize_, HostMemoryPool.__init__
+    to_list, to_cpu = torch.Tensor.tolist, torch.Tensor.cpu
 
     def resized(storage: torch.UntypedStorage, count: int) -> Any:
         with simulation.lock:
@@ -260,7 +247,7 @@ def _threads(simulation: Simulation) -> list[Any]:
 
         def task() -> Any:
             simulation.thread.join(known)
-            with simulation.as_pool(), Operators(simulation):
+            with mock.patch.object(simulation.of_thread, "in_pool", True), Operators(simulation):
                 return do(*args, **kwargs)
 
         return submit(self, task)

@@ -65,41 +65,25 @@ CAUGHT = {
 }
 """Call: scenario."""
 
+A_PROCESS = "a process that has no tensors ends"
+PARKED = "an error of the device is raised while there are two copies; streams wait for each other besides"
 ORDERS_NOTHING = {
-    "data/template_process.py TemplateProcess._ended: self._process.wait": "the end of a process that has no tensors",
-    "data/template_process.py _end: process.wait": "the end of a process that has no tensors",
+    "data/template_process.py TemplateProcess._ended: self._process.wait": A_PROCESS,
+    "data/template_process.py _end: process.wait": A_PROCESS,
     "comm/watchdog.py Watchdog._run: self._over.wait": "the time between two heartbeats",
-    "comm/collective_log.py CollectiveLog.enqueued: streams.record_event": (
-        "asked whether the device has come to it (comm/watchdog.py)"
-    ),
-    "comm/reduction.py NativeReduction.reduce_scatter: work.wait": (
-        "gloo's: on a device with streams the call runs on the current one and gives no work"
-    ),
-    "offload/activations.py OffloadedActivation.leave: self.left.result": (
-        "raises what failed: the lane holds the source until its copy has ended"
-    ),
+    "comm/collective_log.py CollectiveLog.enqueued: streams.record_event": "the watchdog asks whether it has passed",
+    "comm/reduction.py NativeReduction.reduce_scatter: work.wait": "gloo's: where there are streams it gives no work",
+    "offload/activations.py OffloadedActivation.leave: self.left.result": "raises what failed: a lane holds the source",
     "offload/disk_speed.py _speed: move('sample', data).result": "one move of a sample after another, by one thread",
     "offload/disk_speed.py _speed: store.write('sample', data).result": "of a sample that nobody else knows",
-    "optim/grad_decision.py Gradients.clear: self._sharded.loans.clear": (
-        "for a backward that raised: the end of one that did not lets the current stream wait"
-    ),
+    "optim/grad_decision.py Gradients.clear: self._sharded.loans.clear": "for a backward that raised",
     "offload/memory_pool.py _touch: done.result": "raises what failed: the end of the pool waits for its threads",
-    "offload/executor.py ScheduleExecutor.stream_wait: self.wait": (
-        "of a device without streams, and of what was never started"
-    ),
-    "optim/grad_accumulation.py UnitGrads.drain: self._executor.drain": (
-        "lets go of a dropped optimizer; whoever reads its states waits besides (optim/master_handover.py)"
-    ),
-    "trainer/metrics.py MetricsRecorder.share: streams.record_event": (
-        "the host reads the decision, later on the same stream, before what was shared"
-    ),
-    "zero/parking.py Parking._save: streams.synchronize_device": (
-        "an error of the device is raised while all states are there; the stream that copies them reuses their memory"
-    ),
-    "zero/parking.py Parking.restore: streams.synchronize_device": (
-        "an error of the device is raised while all copies are there; other streams wait for this one before they read"
-    ),
+    "offload/executor.py ScheduleExecutor.stream_wait: self.wait": "without streams, and of what was never started",
+    "optim/grad_accumulation.py UnitGrads.drain: self._executor.drain": "who reads states waits in master_handover.py",
+    "trainer/metrics.py MetricsRecorder.share: streams.record_event": "the host reads the decision later, which waits",
     "trainer/metrics.py MetricsRecorder.share: streams.synchronize": "as the event that it waits for",
+    "zero/parking.py Parking._save: streams.synchronize_device": PARKED,
+    "zero/parking.py Parking.restore: streams.synchronize_device": PARKED,
 }
 """Call: why its absence changes no order."""
 

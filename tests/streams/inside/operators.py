@@ -65,7 +65,7 @@ class Operators(TorchDispatchMode):
         spaces = {self.simulation.space_of(each) for each in operands} - {None}
         if spaces:
             return Space.DEVICE if Space.DEVICE in spaces else Space.HOST
-        return Space.HOST if self.simulation.in_pool else Space.DEVICE
+        return Space.HOST if self.simulation.of_thread.in_pool else Space.DEVICE
 
     def _crosses(self, operands: list[torch.Tensor]) -> bool:
         spaces = {self.simulation.space_of(each) for each in operands} - {None}
@@ -131,5 +131,4 @@ def _is_asynchronous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among `values`, lists of them included."""
     return [*_tensors([*values])]

@@ -16,8 +16,8 @@ import small_decoders
 import small_runs
 import torch
 import torch.distributed as dist
-from frames import Site
 from simulation import Simulation
+from sites import Site
 from training_loops import sharded_net
 
 from dzero import AdamW, DiskConfig, OffloadConfig, ScalerConfig, streams
@@ -33,6 +33,8 @@ STEPS = 3
 HOST = {"grad": "host", "master": "host", "moments": "host"}
 HALF = {**HOST, "master_fraction": 0.5, "moments_fraction": 0.5}
 DISK = {"grad": "disk", "master": "disk", "moments": "disk"}
+ALL = {**HOST, "param": "host"}
+OVER_ALL = {"replicate": 2, "optimizer_shard_axes": ("replicate", "shard")}
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ def loop(
     """Train a net of small_decoders.py for a few steps.
 
     amid, before, between: called between forward and backward, before each step, and after it. poisoned: a step that
-    is not finite. penalty: the squares of all weights in the loss, made
-    `before` the forward or `behind` it.
+    is not finite. penalty: the squares of all weights in the loss, made `before` the forward or `behind` it.
     """
     if offload is not None and "disk" in offload.values():
         offload = {**offload, "disk": DiskConfig(paths=[str(folder)], block_bytes=8192)}
@@ -99,20 +100,11 @@ def another_optimizer(folder: Path) -> None:
         del optimizer
 
 
-def whole(folder: Path, *, settings: tuple[str, ...]) -> None:
-    """Train as train.py does."""
+def whole(folder: Path, *, settings: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = small_runs.write_text(folder / f"text_{rank}.txt", words=2000)
-    words = [*settings, f"checkpoint.folder={folder / 'checkpoints'}", f"offload.disk.paths=[{folder}]"]
-    run = small_runs.settled(text, f"launch.workers={ranks}", *(word for word in words if needed(word, settings)))
+    run = small_runs.settled(text, f"launch.workers={ranks}", *settings.format(folder=folder).split())
     small_runs.train(rank, ranks, run, folder)
-
-
-def needed(word: str, settings: tuple[str, ...]) -> bool:
-    """Return whether a folder has an effect beside `settings`."""
-    uses = {"checkpoint.folder": "checkpoint.every", "offload.disk.paths": "disk"}
-    key = word.split("=")[0]
-    return key not in uses or any(uses[key] in each or "infinity" in each for each in settings)
 
 
 def send_columns(folder: Path) -> None:
@@ -153,7 +145,6 @@ def read_states(sharded: Any, optimizer: Any) -> None:
 
 
 def read_params(sharded: Any, optimizer: Any) -> None:
-    """Look at every parameter that is on the device."""
     for param in sharded.model.parameters():
         local_of(param.detach()) + 0
 
@@ -165,7 +156,6 @@ def weights_of(sharded: Any) -> torch.Tensor:
 
 
 def read_grads(sharded: Any, optimizer: Any) -> None:
-    """Look at every gradient, as a logger does."""
     for param in sharded.model.parameters():
         local_of(param.grad) + 0
 
@@ -208,21 +198,17 @@ def two_streams(folder: Path) -> None:
 
 
 class Square(torch.nn.Module):
-    """A block that keeps its input."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * x
 
 
 def edit_params(sharded: Any, optimizer: Any) -> None:
-    """Change every parameter by hand."""
     with torch.no_grad():
         for param in sharded.model.parameters():
             param.mul_(0.99)
 
 
 def evaluate(sharded: Any, optimizer: Any) -> None:
-    """Run a forward without backward."""
     with torch.no_grad():
         sharded.model(torch.zeros(2, 8, dtype=torch.int64))
 
@@ -235,108 +221,97 @@ def park(sharded: Any, optimizer: Any) -> None:
 
 
 def scenarios() -> dict[str, Scenario]:
-    """By name."""
     found: dict[str, Scenario] = {}
 
-    def add(name: str, ranks: int = 2, **settings: Any) -> None:
-        found[name] = Scenario(partial(loop, **settings), ranks)
+    def add(
+        name: str,
+        stage: int,
+        offload: dict[str, Any] | None = None,
+        *,
+        ranks: int = 2,
+        net: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        cut = {"stage": stage, **(net or {})}
+        found[name] = Scenario(partial(loop, net=cut, offload=offload, **settings), ranks)
 
+    twice: dict[str, Any] = {"microbatches": 2}
     for stage in range(4):
-        for microbatches in (1, 2):
-            add(f"stage {stage}, M={microbatches}", net={"stage": stage, "microbatches": microbatches})
-    add("one rank", 1, net={"stage": 3, "microbatches": 2})
-    add("native", net={"stage": 3, "reduction": "native", "microbatches": 2})
-    add("hybrid", 4, net={"stage": 3, "replicate": 2})
-    add("hybrid, M=2", 4, net={"stage": 2, "replicate": 2, "microbatches": 2})
-    add("states over all", 4, net={"stage": 3, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")})
-    add(
-        "states over all, host",
-        4,
-        net={"stage": 2, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")},
-        offload=HOST,
-    )
+        add(f"stage {stage}, M=1", stage)
+        add(f"stage {stage}, M=2", stage, net=twice)
+    add("one rank", 3, ranks=1, net=twice)
+    add("native", 3, net={"reduction": "native", **twice})
+    add("hybrid", 3, ranks=4, net={"replicate": 2})
+    add("hybrid, M=2", 2, ranks=4, net={"replicate": 2, **twice})
+    add("states over all", 3, ranks=4, net=OVER_ALL)
     for reduction in ("exact", "native"):
-        net = {
-            "stage": 3,
-            "replicate": 2,
-            "optimizer_shard_axes": ("replicate", "shard"),
-            "microbatches": 2,
-            "reduction": reduction,
-        }
-        add(f"states over all, M=2, {reduction}", 4, net=net)
-    over_all: dict[str, Any] = {"stage": 2, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")}
-    add("states over all, host, step", 4, net=over_all, offload={**HOST, "overlap": "step"})
-    add("penalty before", net={"stage": 3}, penalty="before")
-    add("penalty", net={"stage": 3}, penalty="behind")
-    add("penalty, M=2", net={"stage": 2, "microbatches": 2}, penalty="behind")
-    add("penalty, hybrid, M=2", 4, net={"stage": 3, "replicate": 2, "microbatches": 2}, penalty="before")
-    add("parameters read between steps", net={"stage": 2}, offload=HOST, between=read_params)
-    host_all: dict[str, Any] = {"net": {"stage": 3}, "offload": {**HOST, "param": "host"}}
-    add("host parameters read between steps", **host_all, between=read_params)
-    add("host parameters edited between steps", **host_all, between=edit_params)
-    in_blocks = {"net": {"stage": 3, "microbatches": 2, "fetch": "fp8"}, "offload": {**HOST, "param": "host"}}
-    add("host parameters in blocks", **in_blocks)
-    add("host parameters in blocks edited between steps", 1, **in_blocks, between=edit_params)
-    add("hpz", 4, net={"stage": 3, "reshard": 2})
-    add("two hops", 4, net={"stage": 3, "node_ranks": 2})
-    quantized = {"gather": "int8", "reduce": "int4"}
-    add("blocks in two hops", 4, net={"stage": 3, "node_ranks": 2, "microbatches": 2, **quantized})
+        add(f"states over all, M=2, {reduction}", 3, ranks=4, net={"reduction": reduction, **OVER_ALL, **twice})
+    add("states over all, host", 2, HOST, ranks=4, net=OVER_ALL)
+    add("states over all, host, step", 2, {**HOST, "overlap": "step"}, ranks=4, net=OVER_ALL)
+    add("penalty before", 3, penalty="before")
+    add("penalty", 3, penalty="behind")
+    add("penalty, M=2", 2, net=twice, penalty="behind")
+    add("penalty, hybrid, M=2", 3, ranks=4, net={"replicate": 2, **twice}, penalty="before")
+    add("parameters read between steps", 2, HOST, between=read_params)
+    add("parameters edited between steps", 2, HOST, between=edit_params)
+    add("host parameters read between steps", 3, ALL, between=read_params)
+    add("host parameters edited between steps", 3, ALL, between=edit_params)
+    add("host parameters in blocks", 3, ALL, net={"fetch": "fp8", **twice})
+    in_blocks = {"fetch": "fp8", **twice}
+    add("host parameters in blocks edited between steps", 3, ALL, ranks=1, net=in_blocks, between=edit_params)
+    add("states read between steps", 3, ALL, between=read_states)
+    add("evaluation between steps", 3, ALL, between=evaluate)
+    add("hpz", 3, ranks=4, net={"reshard": 2})
+    add("two hops", 3, ranks=4, net={"node_ranks": 2})
+    add("blocks in two hops", 3, ranks=4, net={"node_ranks": 2, "gather": "int8", "reduce": "int4", **twice})
     for overlap in ("step", "forward", "backward", "delayed"):
-        add(f"host, {overlap}", net={"stage": 2}, offload={**HOST, "overlap": overlap})
-        add(f"host all, {overlap}", net={"stage": 3}, offload={**HOST, "param": "host", "overlap": overlap})
-    add("host, M=2", net={"stage": 2, "microbatches": 2}, offload=HOST)
-    add("host, one rank, M=2", 1, net={"stage": 2, "microbatches": 2}, offload=HOST)
-    add("host, stage 0", net={"stage": 0}, offload=HOST)
-    add("host, clipped after early updates", net={"stage": 2}, offload={**HOST, "overlap": "backward"}, max_norm=1e-3)
-    add("host, not finite", net={"stage": 2}, offload={**HOST, "overlap": "backward"}, poisoned=1)
-    add("moments on the host", net={"stage": 3}, offload={"moments": "host"})
-    add("masters on the host", net={"stage": 3}, offload={"master": "host"})
-    add("gradients on the host", net={"stage": 2, "microbatches": 2}, offload={"grad": "host"})
-    add("half of it on the host", net={"stage": 2}, offload=HALF)
-    add("disk", net={"stage": 3}, offload={**DISK, "param": "disk"})
-    add("disk, backward", net={"stage": 3}, offload={**DISK, "overlap": "backward"})
-    add("disk, M=2", net={"stage": 2, "microbatches": 2}, offload=DISK)
+        add(f"host, {overlap}", 2, {**HOST, "overlap": overlap})
+        add(f"host all, {overlap}", 3, {**ALL, "overlap": overlap})
+    add("host, M=2", 2, HOST, net=twice)
+    add("host, one rank, M=2", 2, HOST, ranks=1, net=twice)
+    add("host, stage 0", 0, HOST)
+    add("host, clipped after early updates", 2, {**HOST, "overlap": "backward"}, max_norm=1e-3)
+    add("host, not finite", 2, {**HOST, "overlap": "backward"}, poisoned=1)
+    add("moments on the host", 3, {"moments": "host"})
+    add("masters on the host", 3, {"master": "host"})
+    add("gradients on the host", 2, {"grad": "host"}, net=twice)
+    add("half of it on the host", 2, HALF)
+    add("disk", 3, {**DISK, "param": "disk"})
+    add("disk, backward", 3, {**DISK, "overlap": "backward"})
+    add("disk, M=2", 2, DISK, net=twice)
     scaler = ScalerConfig(init=2.0**30, growth_interval=4, hysteresis=1)
-    add("fp16, skipped", net={"stage": 2, "param": "fp16"}, scaler=scaler)
-    add("states read between steps", net={"stage": 3}, offload={**HOST, "param": "host"}, between=read_states)
-    add("parameters edited between steps", net={"stage": 2}, offload=HOST, between=edit_params)
-    add("evaluation between steps", net={"stage": 3}, offload={**HOST, "param": "host"}, between=evaluate)
-
-    add("parked between steps", net={"stage": 3}, between=park)
-    add("parked between steps, half of it on the host", net={"stage": 2}, between=park, offload=HALF)
-    add("gradients read before steps", net={"stage": 2}, offload=HOST, before=read_grads)
-    for when in ("amid", "between"):
-        by_hand: dict[str, Any] = {when: gather_by_hand}
-        add(f"gathered by hand {when} steps", net={"stage": 3}, offload={**HOST, "param": "host"}, **by_hand)
-    add("gathered ahead by hand", net={"stage": 3}, offload={**HOST, "param": "host"}, amid=gather_ahead)
+    add("fp16, skipped", 2, net={"param": "fp16"}, scaler=scaler)
+    add("parked between steps", 3, between=park)
+    add("parked between steps, half of it on the host", 2, HALF, between=park)
+    add("gradients read before steps", 2, HOST, before=read_grads)
+    add("gathered by hand amid steps", 3, ALL, amid=gather_by_hand)
+    add("gathered by hand between steps", 3, ALL, between=gather_by_hand)
+    add("gathered ahead by hand", 3, ALL, amid=gather_ahead)
     found["another optimizer"] = Scenario(another_optimizer)
     found["activations of two streams"] = Scenario(two_streams, 1)
     found["columns of a step"] = Scenario(send_columns, 1)
 
-    def train(name: str, ranks: int, *settings: str) -> None:
-        found[name] = Scenario(partial(whole, settings=settings), ranks)
-
-    big = "model.hidden_size=64"  # so large that what blocks keep leaves the device
-    act = "train.sequence_tokens=64", "block.activation_checkpoint=full", "model.layers=6"
-    train("activations on the host", 2, "zero.stage=3", "offload.activations=host", big, *act)
-    train("activations on disk", 2, "zero.stage=3", "offload.activations=disk", big, *act)
-    train("everything off the device", 2, "zero.stage=3", "offload=infinity", "offload.activations=disk", big, *act)
-    train("checkpoints beside training", 2, "zero.stage=3", "offload=host", "checkpoint.every=1")
-    train("tensor parallel", 2, "mesh.tp=2", "model.kv_heads=2")
-    train("tensor parallel, sharded", 4, "mesh.tp=2", "mesh.dp=2", "model.kv_heads=2", "zero.stage=3")
-    train("context parallel", 2, "mesh.cp=2")
-    train("pipeline", 2, "mesh.pp=2", "zero.stage=1", "train.accumulate=4")
-    train(
-        "zero bubble",
-        2,
-        "mesh.pp=2",
-        "mesh.pp_schedule=zero_bubble",
-        "model.layers=4",
-        "zero.stage=1",
-        "train.accumulate=4",
+    # So large, and as many blocks, that what they keep leaves the device.
+    blocks = (
+        "model.hidden_size=64 train.sequence_tokens=64 block.activation_checkpoint=full model.layers=6 zero.stage=3"
     )
-    train("several microbatches", 2, "zero.stage=2", "train.accumulate=4")
-    train("muon", 2, "optim.rule=muon", "zero.stage=2")
+    disks = "offload.activations=disk offload.disk.paths=[{folder}]"
+    many = "train.accumulate=4"
+    runs = {
+        "activations on the host": f"{blocks} offload.activations=host",
+        "activations on disk": f"{blocks} {disks}",
+        "everything off the device": f"{blocks} {disks} offload=infinity",
+        "checkpoints beside training": "zero.stage=3 offload=host checkpoint.every=1 checkpoint.folder={folder}/saved",
+        "tensor parallel": "mesh.tp=2 model.kv_heads=2",
+        "context parallel": "mesh.cp=2",
+        "pipeline": f"mesh.pp=2 zero.stage=1 {many}",
+        "zero bubble": f"mesh.pp=2 mesh.pp_schedule=zero_bubble model.layers=4 zero.stage=1 {many}",
+        "several microbatches": f"zero.stage=2 {many}",
+        "muon": "optim.rule=muon zero.stage=2",
+    }
+    found |= {name: Scenario(partial(whole, settings=settings)) for name, settings in runs.items()}
+    sharded = "mesh.tp=2 mesh.dp=2 model.kv_heads=2 zero.stage=3"
+    found["tensor parallel, sharded"] = Scenario(partial(whole, settings=sharded), 4)
     return found
 
 

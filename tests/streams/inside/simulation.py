@@ -9,7 +9,7 @@
     pools of threads              a task comes after what its submitter did; who takes a result comes after the task
 
 Operators run at once and in order, so numbers are right whatever is missing; what would be wrong on a GPU is told by
-clocks alone (clocks.py), whatever the timing. Which operators run where:
+clocks alone (memory.py), whatever the timing. Which operators run where:
 
     all operands in host memory   in the thread that calls, at once
     else                          on the thread's current stream, which knows what the thread knows when it enqueues
@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from clocks import Access, Agent, Clock, Race
-from frames import Site, site_of_caller, where_called
-from memory import Block, Memory, Space, extent
+from memory import Access, Agent, Block, Clock, Memory, Race, Space, extent
+from sites import Site, site_of_caller, where_called
 
 
 class SimulatedStream(Agent):
@@ -80,6 +79,20 @@ class SimulatedEvent:
         return True
 
 
+OF_CPU = ("Stream", "Event", "current_stream", "stream")
+"""What FSDP2 takes from `torch.cpu`."""
+
+
+class OfThread(threading.local):
+    """What each thread has of its own."""
+
+    stream: SimulatedStream | None = None
+    in_pool, is_muted = False, False
+
+    def __init__(self) -> None:
+        self.agent = Agent(f"thread {threading.current_thread().name}")
+
+
 class Simulation:
     """One rank's streams, threads and memory while `running`.
 
@@ -92,7 +105,6 @@ class Simulation:
 
     @classmethod
     def now(cls) -> Simulation:
-        """Return the one that runs."""
         assert cls._now is not None
         return cls._now
 
@@ -100,9 +112,9 @@ class Simulation:
         self.races: dict[tuple[str, str], Race] = {}
         self.lock = threading.RLock()
         self.memory = Memory(self._found)
-        self.without, self.skips, self.sites = without, 0, set[Site]()
+        self.without, self.sites = without, set[Site]()
         self.default = SimulatedStream(self, "the default stream")
-        self._local = threading.local()
+        self.of_thread = OfThread()
         self._communication: dict[str, SimulatedStream] = {}
         self._made: list[SimulatedStream] = []
         self.stops: list[str] = []
@@ -112,20 +124,13 @@ class Simulation:
 
     @property
     def thread(self) -> Agent:
-        """The thread that asks."""
-        if not hasattr(self._local, "agent"):
-            self._local.agent = Agent(f"thread {threading.current_thread().name}")
-        agent: Agent = self._local.agent
-        return agent
+        return self.of_thread.agent
 
     @property
     def current(self) -> SimulatedStream:
-        """The stream on which the thread that asks enqueues."""
-        stream: SimulatedStream = getattr(self._local, "stream", self.default)
-        return stream
+        return self.of_thread.stream or self.default
 
     def clock_of_thread(self) -> Clock:
-        """Return what the thread that asks knows to be done."""
         return self.thread.now()
 
     def communication(self, group: str) -> SimulatedStream:
@@ -134,52 +139,24 @@ class Simulation:
             self._communication[group] = SimulatedStream(self, f"the communication stream of group {group}")
         return self._communication[group]
 
-    @property
-    def in_pool(self) -> bool:
-        """Whether the thread that asks is one of a pool's."""
-        return getattr(self._local, "in_pool", False)
-
-    @contextmanager
-    def as_pool(self) -> Iterator[None]:
-        """Let this thread be one of a pool's."""
-        before, self._local.in_pool = self.in_pool, True
-        try:
-            yield
-        finally:
-            self._local.in_pool = before
-
     # Waits
 
     def is_skipped(self, kind: str) -> bool:
-        """Return whether the call that led here is the one that is left out."""
-        if getattr(self._local, "is_muted", False):
+        if self.of_thread.is_muted:
             return True
         site = site_of_caller(kind)
-        if site is None:
-            return False
-        self.sites.add(site)
-        if site == self.without:
-            self.skips += 1
-            return True
-        return False
+        if site is not None:
+            self.sites.add(site)
+        return site is not None and site == self.without
 
     def leaves_out(self, kind: str) -> bool:
         """Return whether the call that led here is the one that is left out; it is another's, which waits by itself."""
         site = site_of_caller(kind)
-        if site is None or site != self.without:
-            return False
-        self.skips += 1
-        return True
+        return site is not None and site == self.without
 
-    @contextmanager
-    def muted(self, yes: bool) -> Iterator[None]:
+    def muted(self, yes: bool) -> AbstractContextManager[Any]:
         """Leave out every wait inside, of this thread."""
-        before = getattr(self._local, "is_muted", False)
-        self._local.is_muted = before or yes
-        try:
-            yield
-        finally:
-            self._local.is_muted = before
+        return mock.patch.object(self.of_thread, "is_muted", yes or self.of_thread.is_muted)
 
     def order(self, agent: Agent, after: Clock, kind: str = "wait") -> None:
         """Let an agent wait, unless this wait is left out."""
@@ -232,20 +209,17 @@ class Simulation:
                 thread.join(stream.clock)
 
     def made(self, storage: torch.UntypedStorage, space: Space, what: str) -> None:
-        """Note new memory."""
         with self.lock:
             self.current.join(self.thread.clock)
             name = f"what {what} made at {where_called()}"
             self.memory.bear(storage, space, self.current, name, self.clock_of_thread)
 
     def space_of(self, tensor: torch.Tensor) -> Space | None:
-        """Return where a tensor lies; None for one without bytes."""
         with self.lock:
             block = self.memory.block_of(tensor, self.clock_of_thread)
         return None if block is None else block.space
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """Return the block that a tensor lies in."""
         return self.memory.block_of(tensor, self.clock_of_thread)
 
     def start_result(
@@ -276,24 +250,15 @@ class Simulation:
     # What FSDP2 and dzero see
 
     def make_stream(self, priority: int = 0, device: object = None) -> SimulatedStream:
-        """As `torch.cuda.Stream`, named after the lines that make it."""
         del priority, device
         stream = SimulatedStream(self, f"stream {len(self._made) + 1} ({where_called()})")
         self._made.append(stream)
         return stream
 
-    @contextmanager
-    def use(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """As `torch.cuda.stream`."""
-        before = self.current
-        self._local.stream = before if stream is None else stream
-        try:
-            yield
-        finally:
-            self._local.stream = before
+    def use(self, stream: SimulatedStream | None) -> AbstractContextManager[Any]:
+        return mock.patch.object(self.of_thread, "stream", stream or self.current)
 
     def synchronize(self) -> None:
-        """As `torch.cuda.synchronize`: the thread waits for all streams."""
         for stream in (self.default, *self._communication.values(), *self._made):
             self.order(self.thread, stream.now())
 
@@ -316,10 +281,7 @@ class Simulation:
             synchronize = staticmethod(lambda device=None: self.synchronize())
 
         patches: list[Any] = [
-            mock.patch.object(torch.cpu, "Stream", Module.Stream),
-            mock.patch.object(torch.cpu, "Event", Module.Event),
-            mock.patch.object(torch.cpu, "current_stream", Module.current_stream),
-            mock.patch.object(torch.cpu, "stream", Module.stream),
+            *(mock.patch.object(torch.cpu, each, getattr(Module, each)) for each in OF_CPU),
             *kernels.patches(self, Module),
         ]
         with ExitStack() as stack:

@@ -1,16 +1,25 @@
-"""Every wait, record and held reference of dzero/ that orders streams or threads, found in its source."""
+"""Waits, records and held references of dzero/ that order streams or threads: all of them, found in its source, and the
+one that led here, or the lines for people who read of a race."""
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
-from frames import PACKAGE, Site
+import dzero
 
+PACKAGE = str(Path(dzero.__file__).parent)
+SEAM = str(Path(PACKAGE) / "streams.py")
+HERE = str(Path(__file__).parent)
+FSDP = "_fully_shard"
+TOLD = 3
+"""Frames that a report shows."""
 PACKAGES = ("comm", "zero", "offload", "optim", "parallel", "data", "trainer")
-SEAM = {"record_event", "wait_event", "wait_stream", "synchronize", "record_stream", "synchronize_device"}
+ORDERING = {"record_event", "wait_event", "wait_stream", "synchronize", "record_stream", "synchronize_device"}
 KINDS = {"record_event": ("record",), "record_stream": ("record_stream",)}
 """What is left out of a call of streams.py, where that is not its wait."""
 LOANS = {"lend": ("hold", "record"), "make": ("wait",), "clear": ("wait",)}
@@ -24,6 +33,49 @@ INDIRECT = {"optim/base.py"}
 """Files whose `wait` is another function of dzero/, which waits by calls that are listed."""
 
 
+class Site(NamedTuple):
+    """A call in dzero/: its file below the package, its line, and what it is."""
+
+    file: str
+    line: int
+    kind: str
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def where_called() -> str:
+    """Return the innermost lines of dzero, FSDP2 or a test that led here, the innermost first."""
+    found: list[str] = []
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if name.startswith(HERE) and Path(name).name in ("simulation.py", "kernels.py", "operators.py", "memory.py"):
+            continue
+        if name.startswith(PACKAGE) and name != SEAM:
+            found.append(f"{name[len(PACKAGE) - 5 :]}:{frame.f_lineno}")
+        elif FSDP in name or name.startswith(HERE):
+            found.append(f"{Path(name).name}:{frame.f_lineno}")
+        if len(found) == TOLD:
+            break
+    return " < ".join(found) or "somewhere"
+
+
+def site_of_caller(kind: str) -> Site | None:
+    """Return the call in dzero/ that asked for a wait; None where FSDP2, torch or a test did."""
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if name == SEAM or (name.startswith(HERE) and "scenario" not in name and "test_" not in name):
+            continue
+        if not name.startswith(PACKAGE):
+            return None
+        return Site(name[len(PACKAGE) + 1 :], frame.f_lineno, kind)
+    return None
+
+
 class Call(NamedTuple):
     """A call in dzero/: `name` tells it apart from the others, whatever the line that it is on."""
 
@@ -32,7 +84,6 @@ class Call(NamedTuple):
 
 
 def calls() -> list[Call]:
-    """Return all of them."""
     found = []
     for package in PACKAGES:
         for path in sorted((Path(PACKAGE) / package).rglob("*.py")):
@@ -70,7 +121,7 @@ def _kinds(call: ast.Call) -> tuple[str, ...]:
     owner, name = ast.unparse(function.value), function.attr
     if owner in OF_WORKS:
         return ()
-    if owner == "streams" and name in SEAM:
+    if owner == "streams" and name in ORDERING:
         holds = any(keyword.arg == "holding" for keyword in call.keywords)
         return ("wait", "hold") if holds else KINDS.get(name, ("wait",))
     if owner.endswith("loans"):

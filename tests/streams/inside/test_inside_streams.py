@@ -11,16 +11,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import small_decoders
 import small_runs
 import torch
-from frames import where_called
 from memory import Space
 from pool import Pool
 from simulation import Simulation
-from training_loops import sharded_net
+from sites import where_called
 
-from dzero import AdamW, streams
+from dzero import streams
 from dzero.data.prefetch import BatchPrefetcher
 from dzero.data.sequences import TextSequences
 from dzero.data.stream import SequenceStream
@@ -39,62 +37,47 @@ def races(program: Callable[[], object]) -> list[str]:
     return [str(race) for race in simulation.races.values()]
 
 
-def write_then_read(wait: Callable[[streams.Stream, streams.Stream], None]) -> None:
-    first, second = streams.new_stream(CPU), streams.new_stream(CPU)
-    shared = torch.zeros(8)
-    streams_wait_for_default(first, second)
+def shared_by_two() -> tuple[torch.Tensor, streams.Stream, streams.Stream]:
+    """Memory, and two streams that come after it."""
+    shared, first, second = torch.zeros(8), streams.new_stream(CPU), streams.new_stream(CPU)
+    for each in (first, second):
+        each.wait_stream(streams.current_stream(CPU))
+    return shared, first, second
+
+
+def write_then_read(wait: Callable[..., None]) -> None:
+    """On two streams; `wait(first, second, early)`: in between, `early` is an event from before the write."""
+    shared, first, second = shared_by_two()
+    early = first.record_event()
     with streams.use_stream(first, CPU):
         shared.add_(1)
-        wait(first, second)
+        wait(first, second, early)
     with streams.use_stream(second, CPU):
         shared + 1
 
 
-def streams_wait_for_default(*others: streams.Stream) -> None:
-    for each in others:
-        each.wait_stream(streams.current_stream(CPU))
-
-
-WAITS = {
-    "an event": lambda first, second: second.wait_event(first.record_event()),
-    "a stream": lambda first, second: second.wait_stream(first),
-    "the host": lambda first, second: first.record_event().synchronize(),
+WAITS: dict[str, tuple[Callable[..., None], int]] = {
+    "an event": (lambda first, second, early: second.wait_event(first.record_event()), 0),
+    "a stream": (lambda first, second, early: second.wait_stream(first), 0),
+    "the host": (lambda first, second, early: first.record_event().synchronize(), 0),
+    "nothing": (lambda first, second, early: None, 1),
+    "an event recorded too early": (lambda first, second, early: second.wait_event(early), 1),
 }
 
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_a_wait_orders_two_streams(wait: Callable[[streams.Stream, streams.Stream], None]) -> None:
-    assert races(lambda: write_then_read(wait)) == []
+@pytest.mark.parametrize(("wait", "count"), WAITS.values(), ids=WAITS)
+def test_two_streams_race_unless_one_waits_for_the_other(wait: Callable[..., None], count: int) -> None:
+    found = races(lambda: write_then_read(wait))
+    assert len(found) == count
+    for race in found:
+        assert "writes (aten::add_)" in race
+        assert "reads (aten::add)" in race
+        assert race.count("test_inside_streams.py") >= 3  # both accesses, and where the memory was made
 
 
-def test_without_one_they_race() -> None:
-    found = races(lambda: write_then_read(lambda first, second: None))
-    assert len(found) == 1
-    assert "writes (aten::add_)" in found[0]
-    assert "reads (aten::add)" in found[0]
-    assert found[0].count("test_inside_streams.py") >= 3  # both accesses, and where the memory was made
-
-
-def test_an_event_recorded_too_early_orders_nothing_after_it() -> None:
+def test_two_parts_of_a_tensor_do_not_race() -> None:
     def program() -> None:
-        first, second = streams.new_stream(CPU), streams.new_stream(CPU)
-        shared = torch.zeros(8)
-        streams_wait_for_default(first, second)
-        event = first.record_event()
-        with streams.use_stream(first, CPU):
-            shared.add_(1)
-        second.wait_event(event)
-        with streams.use_stream(second, CPU):
-            shared + 1
-
-    assert len(races(program)) == 1
-
-
-def test_two_reads_and_parts_apart_do_not_race() -> None:
-    def program() -> None:
-        first, second = streams.new_stream(CPU), streams.new_stream(CPU)
-        shared = torch.zeros(8)
-        streams_wait_for_default(first, second)
+        shared, first, second = shared_by_two()
         for stream, part in ((first, shared[:4]), (second, shared[4:])):
             with streams.use_stream(stream, CPU):
                 part.add_(1)
@@ -105,9 +88,7 @@ def test_two_reads_and_parts_apart_do_not_race() -> None:
 
 def freed_early(keep: Callable[[torch.Tensor], object]) -> None:
     """Read a tensor on another stream, free it, and write what is made next."""
-    other = streams.new_stream(CPU)
-    shared = torch.zeros(8)
-    streams_wait_for_default(other)
+    shared, other, _ = shared_by_two()
     with streams.use_stream(other, CPU):
         shared + 1
         kept = keep(shared)
@@ -116,21 +97,20 @@ def freed_early(keep: Callable[[torch.Tensor], object]) -> None:
     del kept
 
 
-def test_memory_that_is_freed_while_another_stream_reads_it_may_be_written() -> None:
-    (found,) = races(lambda: freed_early(lambda tensor: None))
-    assert "which was what aten::zeros made at" in found
-
-
-KEPT = {
-    "record_stream": streams.record_stream,
-    "a reference": lambda tensor: tensor,
-    "the host waits": lambda tensor: streams.synchronize(streams.record_event(CPU)),
+KEPT: dict[str, tuple[Callable[[torch.Tensor], object], int]] = {
+    "nothing": (lambda tensor: None, 1),
+    "record_stream": (streams.record_stream, 0),
+    "a reference": (lambda tensor: tensor, 0),
+    "the host waits": (lambda tensor: streams.synchronize(streams.record_event(CPU)), 0),
 }
 
 
-@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
-def test_it_is_not_where_somebody_keeps_it(keep: Callable[[torch.Tensor], object]) -> None:
-    assert races(lambda: freed_early(keep)) == []
+@pytest.mark.parametrize(("keep", "count"), KEPT.values(), ids=KEPT)
+def test_memory_that_is_freed_while_another_stream_reads_it_may_be_written_unless_somebody_keeps_it(
+    keep: Callable[[torch.Tensor], object], count: int
+) -> None:
+    found = races(lambda: freed_early(keep))
+    assert ["which was what aten::zeros made at" in race for race in found] == [True] * count
 
 
 def test_memory_made_on_one_stream_is_not_used_on_another_at_once() -> None:
@@ -146,31 +126,30 @@ def test_memory_made_on_one_stream_is_not_used_on_another_at_once() -> None:
     assert len(races(program)) == 1
 
 
-def test_loans_are_waited_for_one_later() -> None:
-    def lent(loans: bool) -> list[str]:
-        def program() -> None:
-            home, reader, kept = streams.new_stream(CPU), streams.new_stream(CPU), streams.Loans(CPU)
-            for _ in range(4):
-                with streams.use_stream(home, CPU):
-                    kept.make()
-                    made = torch.ones(8)
-                reader.wait_stream(home)
-                with streams.use_stream(reader, CPU):
-                    made + 1
-                    if loans:
-                        kept.lend(made)
-                del made
+@pytest.mark.parametrize("lends", [True, False])
+def test_loans_are_waited_for_one_later(lends: bool) -> None:
+    def program() -> None:
+        home, reader, kept = streams.new_stream(CPU), streams.new_stream(CPU), streams.Loans(CPU)
+        for _ in range(4):
+            with streams.use_stream(home, CPU):
+                kept.make()
+                made = torch.ones(8)
+            reader.wait_stream(home)
+            with streams.use_stream(reader, CPU):
+                made + 1
+                if lends:
+                    kept.lend(made)
+            del made
 
-        return races(program)
-
-    assert lent(loans=True) == []
-    assert lent(loans=False) != []
+    assert (races(program) == []) == lends
 
 
-def test_a_pools_task_comes_after_what_was_done_before_it_and_its_result_after_it() -> None:
-    def program(takes: bool) -> None:
-        memory_pool = HostMemoryPool(4096)
-        shared = memory_pool.lease(4096, "shared").view(torch.float32, 8)
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_pools_task_comes_after_what_was_done_before_it_and_its_result_after_it(takes: bool) -> None:
+    """One whose result nobody takes was seen to be done, which proves nothing here."""
+
+    def program() -> None:
+        shared = HostMemoryPool(4096).lease(4096, "shared").view(torch.float32, 8)
         with ThreadPoolExecutor(1) as pool:
             shared.add_(1)
             future = pool.submit(shared.add_, 1)
@@ -180,19 +159,17 @@ def test_a_pools_task_comes_after_what_was_done_before_it_and_its_result_after_i
                 future.result()
             shared.add_(1)
 
-    assert races(lambda: program(takes=True)) == []
-    assert len(races(lambda: program(takes=False))) == 1  # it was seen to be done, which proves nothing here
+    assert len(races(program)) == (not takes)
 
 
-def test_a_copy_to_the_host_that_does_not_block_is_waited_for() -> None:
-    def program(blocks: bool) -> None:
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_copy_to_the_host_that_does_not_block_is_waited_for(blocks: bool) -> None:
+    def program() -> None:
         there = HostMemoryPool(4096).lease(4096, "there").view(torch.float32, 8)
-        here = torch.ones(8)
-        there.copy_(here, non_blocking=not blocks)
+        there.copy_(torch.ones(8), non_blocking=not blocks)
         there.mul_(2)
 
-    assert races(lambda: program(blocks=True)) == []
-    assert len(races(lambda: program(blocks=False))) == 1
+    assert len(races(program)) == (not blocks)
 
 
 def test_lines_are_told_from_the_innermost() -> None:
@@ -247,32 +224,6 @@ def test_every_lane_uses_the_device_of_its_rank() -> None:
     assert {name: chosen.get(name) for name in worked} == dict.fromkeys(worked, torch.device("cpu", 0))
 
 
-def keep_counts_on_the_host(simulation: Simulation, optimizer: Any) -> None:
-    """Put the numbers of steps where they are beside a GPU, too."""
-    for states in optimizer.state.values():
-        counts = simulation.block_of(states["step"])
-        assert counts is not None
-        counts.space = Space.HOST
-
-
-def stops(rank: int, ranks: int, net: dict[str, Any]) -> list[list[str]]:
-    """Return what the host waited for in each of three steps."""
-    told = []
-    with Simulation().running() as simulation:
-        sharded = sharded_net(**net)
-        optimizer = AdamW(sharded, lr=1e-3, max_norm=1.0)
-        keep_counts_on_the_host(simulation, optimizer)
-        drawn = small_decoders.batches("even", steps=3, ranks=ranks, microbatches=sharded.layout.microbatches)
-        for of_step in drawn:
-            simulation.stops.clear()
-            for index, batch in enumerate(of_step[rank]):
-                with sharded.microbatch(is_last=index == len(of_step[rank]) - 1):
-                    small_decoders.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            told.append([*simulation.stops])
-    return told
-
-
 class Watched(Trainer):
     """A trainer that notes what the host waited for in each step."""
 
@@ -286,37 +237,31 @@ class Watched(Trainer):
         return shared
 
 
-def stops_of_trainer(rank: int, ranks: int, folder: Path) -> list[list[str]]:
-    """Return what the host waited for in each step of train.py but the first, which asks more."""
+def stops(rank: int, ranks: int, words: tuple[str, ...], folder: Path) -> list[list[str]]:
+    """What the host waited for in each step of train.py but the first, which asks more."""
     text = small_runs.write_text(folder / f"text_{rank}.txt", words=2000)
-    words = (f"launch.workers={ranks}", "train.steps=4", "train.evaluate_batches=0")
-    run = small_runs.settled(text, *words)
+    run = small_runs.settled(text, f"launch.workers={ranks}", "train.steps=4", "train.evaluate_batches=0", *words)
     with Simulation().running() as simulation:
         trainer = Watched(run, folder, CPU)
         trainer.simulation, trainer.told = simulation, []
-        keep_counts_on_the_host(simulation, trainer.optim)
+        for states in trainer.optim.state.values():  # numbers of steps are on the host beside a GPU, too
+            counts = simulation.block_of(states["step"])
+            assert counts is not None
+            counts.space = Space.HOST
         trainer.run()
     return trainer.told[1:]
 
 
-def stops_once(of_ranks: list[list[list[str]]]) -> None:
-    """Assert that each step but the first waits where all ranks decide what becomes of the gradients, only there."""
-    for of_rank in of_ranks:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(
+    "words",
+    [("zero.stage=2",), ("zero.stage=3", "train.accumulate=2"), ("zero.stage=0", "zero.reduction=native")],
+    ids=" ".join,
+)
+def test_a_step_stops_the_host_once(pool: Pool, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Where all ranks decide what becomes of the gradients, and only there."""
+    for of_rank in pool.run(stops, 2, words, tmp_path):
         assert len(of_rank) > 1
         for of_step in of_rank[1:]:
             assert len(of_step) == 1, "\n".join(of_step)
             assert "dzero/optim/grad_norm.py" in of_step[0]
-
-
-@pytest.mark.full("tests/streams/inside/test_inside_streams.py::test_a_step_of_the_trainer_stops_the_host_once")
-@pytest.mark.parametrize(
-    "net",
-    [{"stage": 2}, {"stage": 3, "microbatches": 2}, {"stage": 0, "reduction": "native"}],
-    ids=["stage 2", "stage 3, M=2", "native, stage 0"],
-)
-def test_a_step_stops_the_host_once(pool: Pool, net: dict[str, Any]) -> None:
-    stops_once(pool.run(stops, 2, net))
-
-
-def test_a_step_of_the_trainer_stops_the_host_once(pool: Pool, tmp_path: Path) -> None:
-    stops_once(pool.run(stops_of_trainer, 2, tmp_path))
