@@ -222,9 +222,7 @@ EXPERTS = "model=tiny_moe mesh.ep=2 zero.stage=3 precision=fp32"
         (f"{HOPS} zero.optimizer_shard_axes=[replicate,shard] offload=host", "stage 1 on the device", 4),
     ],
 )
-def test_what_is_right_agrees_and_to_the_bit_wherever_bits_are_promised(
-    pool: Pool, text: Path, tmp_path: Path, line: str, rung: str, ranks: int
-) -> None:
+def test_what_is_right_agrees(pool: Pool, text: Path, tmp_path: Path, line: str, rung: str, ranks: int) -> None:
     """Where sums are added in another order, those of fp32 differ by some units in the last place, and masters by what
     Adam makes of it; above that rung placement changes nothing."""
     scratch = f" offload.disk.paths=[{text.parent}]" if "infinity" in line else ""
@@ -329,9 +327,7 @@ def test_a_fault_is_larger_than_a_tolerance(
 
 
 @pytest.mark.full(SMALL_FAULT)
-def test_a_model_with_noise_differs_from_itself_and_its_spread_is_the_measure(
-    pool: Pool, text: Path, tmp_path: Path
-) -> None:
+def test_a_model_with_noise_differs_from_itself_by_its_spread(pool: Pool, text: Path, tmp_path: Path) -> None:
     noisy = report_of(pool, text, tmp_path, "zero.stage=3 precision=fp32", "noise")
     assert noisy.agrees, verdict(noisy)
     itself, finding = noisy.findings
@@ -357,10 +353,8 @@ SEQUENCES, MATRICES, PIPE = (f"{BASELINE} over {what}" for what in ("cut sequenc
     ("line", "ranks", "names", "is_exact"),
     [
         ("zero.stage=0", 2, None, True),
-        ("zero.stage=3 offload=infinity precision=bf16_remainder", 4, [], True),
         ("zero.stage=2 train.accumulate=4", 2, [], False),
         ("zero.stage=3 train.accumulate=4", 2, [STAGE_2], True),
-        (f"{HOPS} zero.optimizer_shard_axes=[replicate,shard]", 4, [STAGE_1], True),
         ("zero.stage=0 block.tiles=2", 2, [], False),
         (f"{HOPS} train.accumulate=2 block.tiles=2 offload=host", 4, [TILES, STAGE_2], True),
         (DELAYED, 2, [], True),
@@ -369,20 +363,15 @@ SEQUENCES, MATRICES, PIPE = (f"{BASELINE} over {what}" for what in ("cut sequenc
         ("zero.stage=3 offload=host_all precision.fetch=fp8", 1, [], False),
         ("zero.stage=3 offload=host_all precision.gather=int8 precision.fetch=fp8", 2, [STAGE_1], False),
         ("zero.stage=2 precision.reduce=int4 zero.node_ranks=2", 4, [STAGE_1], True),
-        ("zero.stage=3 zero.reduction=native", 2, [], False),
         ("zero.stage=2 optim.rule=Adafactor offload=host", 2, [], True),
         ("zero.stage=3 mesh.dp=2 mesh.cp=2 train.accumulate=2 block.tiles=2", 4, [TILES, SEQUENCES, STAGE_2], True),
-        ("zero.stage=0 mesh.pp=2 train.accumulate=2", 2, [], False),
-        ("zero.stage=1 mesh.ep=2 model=tiny_moe", 2, [MATRICES], True),
         (
             *("zero.stage=3 mesh.dp=2 mesh.replicate=2 mesh.cp=2 mesh.tp=2 mesh.pp=2 train.accumulate=2", 16),
             *([SEQUENCES, MATRICES, PIPE, STAGE_2], True),
         ),
     ],
 )
-def test_every_other_order_of_additions_is_a_rung(
-    line: str, ranks: int, names: list[str] | None, is_exact: bool
-) -> None:
+def test_every_order_of_additions_is_a_rung(line: str, ranks: int, names: list[str] | None, is_exact: bool) -> None:
     """What is compared, within tolerances, below the configuration, of which the same bits are expected or not."""
     run = to_verify(*line.split(), f"launch.workers={ranks}")
     found = [(rung.name, rung.allowed is None) for rung in ladder(run, ranks)[1:]]
