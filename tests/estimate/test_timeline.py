@@ -42,14 +42,10 @@ def when(timeline: Any, kind: str, unit: str | None = None) -> list[Any]:
     "run",
     [
         "zero.stage=0",
-        "zero.stage=2 train.accumulate=2 offload=host",
-        "zero.stage=3 train.accumulate=2",
         "zero.stage=3 zero.reshard_after_forward=false mesh.replicate=2",
         "zero.stage=3 offload=host offload.overlap=backward",
-        "zero.stage=3 offload=host offload.overlap=delayed",
         "zero.stage=3 offload=host_all train.accumulate=2 block.activation_checkpoint=full",
         "zero.stage=2 offload.master=host",
-        "zero.stage=2 offload=disk",
         "zero.stage=3 offload=infinity train.accumulate=2",
         "zero.stage=3 zero.node_ranks=2 zero.reshard_after_forward=2 precision.gather=int8 precision.reduce=int4",
         "zero.stage=3 offload=host offload.grad_fraction=0.5 offload.master_fraction=0.5 offload.moments_fraction=0.5",
@@ -76,15 +72,11 @@ def test_lanes_take_the_seconds_of_their_pace_one_thing_at_a_time(run: str, hard
         assert all(one.end_s <= two.start_s + 1e-12 for one, two in pairwise(bars))
 
 
-def test_copies_updated_in_backward_come_back_in_the_order_of_their_use() -> None:
+def test_copies_updated_in_backward_come_back_in_the_order_of_their_use_and_gradients_to_masters() -> None:
     """And not in the order of a set, which differs from process to process, and with it what zero=auto would choose."""
     _, timeline = foreseen("zero.stage=3 offload=host offload.overlap=backward")
     assert [bar.unit for bar in by_lane(timeline)[BACK]] == ["root", *UNITS]
-
-
-def test_gradients_off_the_device_come_back_to_masters_on_it() -> None:
-    _, timeline = foreseen("zero.stage=2 offload.grad=host")
-    busy = timeline.busy_s()
+    busy = foreseen("zero.stage=2 offload.grad=host")[1].busy_s()  # masters are on the device
     assert busy[BACK] == pytest.approx(busy[OUT])
 
 
@@ -139,13 +131,6 @@ def test_disk_is_read_ahead_as_far_as_turns_reach() -> None:
         assert update.end_s <= spills[update.unit].start_s
     for freed, update in zip(updates, updates[3:], strict=False):
         assert spills[freed.unit].end_s <= loads[update.unit].start_s
-
-
-def test_every_microbatch_is_there() -> None:
-    plan, timeline = foreseen("zero.stage=3 model.layers=4 train.accumulate=16")
-    assert len(timeline.bars) > 16 * 4 * 5
-    assert len(timeline.microbatches_s) == 16
-    assert timeline.end_s >= plan.pace.step_s * (1 - 1e-9)
 
 
 def test_sums_in_two_hops_leave_a_node_once_and_exact_ones_in_one_hop_from_every_rank() -> None:

@@ -78,15 +78,15 @@ def test_a_folder_is_built_on_meta_and_filled_in_any_parts_as_transformers_sprea
     assert (parts.model.lm_head.weight is parts.model.get_input_embeddings().weight) == shared
 
 
-def test_a_bare_model_type_has_its_default_sizes() -> None:
-    assert sum(param.numel() for param in build("gpt2").parameters()) == 124_439_808
-
-
 @pytest.mark.parametrize(("kind", "shard_bytes"), [("llama", "10GB"), ("gpt2", "20KB"), ("qwen2", "20KB")])
-def test_local_weights_are_loaded(tmp_path: Path, kind: str, shard_bytes: str) -> None:
+def test_local_weights_are_loaded_of_16_bits_too(tmp_path: Path, kind: str, shard_bytes: str) -> None:
     theirs = saved(tmp_path, kind, max_shard_size=shard_bytes)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes == "20KB")
     assert torch.equal(made(tmp_path, weights=True, by_parts=True)(tokens()), theirs(tokens()).logits)
+    theirs.bfloat16().save_pretrained(tmp_path, max_shard_size=shard_bytes)
+    ours = made(tmp_path, weights=True).model
+    for name, param in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), param.float())
 
 
 def test_weights_without_the_models_prefix_are_loaded(tmp_path: Path) -> None:
@@ -94,14 +94,6 @@ def test_weights_without_the_models_prefix_are_loaded(tmp_path: Path) -> None:
     theirs.transformer.save_pretrained(tmp_path)
     hf_config("gpt2").save_pretrained(tmp_path)
     assert torch.equal(made(tmp_path, weights=True)(tokens()), theirs(tokens()).logits)
-
-
-def test_16_bit_weights_are_loaded_into_fp32(tmp_path: Path) -> None:
-    theirs = saved(tmp_path, "llama").bfloat16()
-    theirs.save_pretrained(tmp_path)
-    ours = made(tmp_path, weights=True).model
-    for name, param in theirs.named_parameters():
-        assert torch.equal(ours.get_parameter(name), param.float())
 
 
 def test_weights_that_are_missing_of_another_shape_or_without_a_place_are_named(tmp_path: Path) -> None:
@@ -139,6 +131,7 @@ def test_names_that_are_no_causal_lm_are_refused(tmp_path: Path) -> None:
     transformers.ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"ViTConfig is no causal LM"):
         build(tmp_path)
+    assert sum(param.numel() for param in build("gpt2").parameters()) == 124_439_808, "a type has its default sizes"
     with pytest.raises(ValueError, match=r"gpt2: its vocab_size=50257: the tokenizer or the data has ids up to 99999"):
         build("gpt2", 100_000)
 

@@ -42,9 +42,7 @@ def on_a_terminal(line: list[str], folder: Path) -> tuple[int, str]:
     return process.returncode, shown.decode()
 
 
-def test_a_run_on_80_columns_shows_speed_and_time_left_and_says_where_named_tracks_and_the_board_lie(
-    tmp_path: Path,
-) -> None:
+def test_a_run_on_80_columns_shows_speed_and_time_left_and_leaves_tracks_and_a_board(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     settings = ["zero.stage=2", "offload=host", f"data.path={text}", "train.steps=12", "train.sequence_tokens=32"]
     settings += ["monitor.plan=false", "profile=on", "profile.start_step=6", "profile.steps=1", "model.layers=2"]
@@ -67,6 +65,9 @@ def test_a_run_on_80_columns_shows_speed_and_time_left_and_says_where_named_trac
     for rank in (0, 1):
         with gzip.open(tmp_path / "out" / "profile" / f"rank{rank}.pt.trace.json.gz") as file:
             events = json.load(file)["traceEvents"]
+        spans = [str(event.get("name")).split(" unit")[0] for event in events if event.get("ph") == "X"]
+        assert spans.count("step update") == 1, "one step of twelve is in the trace"
+        assert {"all_gather", "reduce_scatter", "forward", "backward"} <= {span.split(" ")[0] for span in spans}
         names = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
         assert {"training", "COMPUTE", "EVICT", "FETCH"} <= names
         processes = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
@@ -75,7 +76,16 @@ def test_a_run_on_80_columns_shows_speed_and_time_left_and_says_where_named_trac
     board = EventAccumulator(str(tmp_path / "out"))
     board.Reload()
     assert 0 < board.Scalars("memory/param_gib")[0].value < 1
-    assert not [tag for tag in board.Tags()["scalars"] if tag.endswith("_bytes")]
+    tags = board.Tags()["scalars"]
+    assert not [tag for tag in tags if tag.endswith("_bytes")]
+    states = {f"memory/{kind}_gib" for kind in ("param", "grad", "master", "moments", "activations")}
+    traffic = {f"traffic/{kind}_gib" for kind in ("all_gather", "reduce_scatter")}
+    optim = {f"optim/{name}" for name in ("lr", "grad_norm", "skipped_steps")}
+    assert {"loss/train", "loss/held_out", "speed/step_s"} | states | traffic | optim <= {*tags}
+    assert len(board.Scalars("loss/train")) == 12
+    resolved = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert b"stage: 2" in resolved
+    assert "summary/text_summary" in board.Tags()["tensors"]
     first = [entry for entry in board.Tensors("note/text_summary") if entry.step == 0]
     assert len(first) == 1
 

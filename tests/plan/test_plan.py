@@ -18,7 +18,6 @@ from small_runs import train, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
-PICTURE = pytest.mark.full("tests/plan/test_plan.py::test_a_plan_has_a_picture_of_sane_size")
 
 
 def plan(*settings: str, **figures: Any) -> Any:
@@ -84,7 +83,6 @@ def test_a_rule_keeps_as_many_moments_as_it_has(rule: str, kept: int) -> None:
     {
         "precision=bf16": 4 + 2 * 4 + 4 * 4 + 2,
         "precision=bf16 precision.reduce=bf16": 2 + 2 * 4 + 4 * 4 + 2,
-        "precision=fp32": 4 + 2 * 4 + 4 * 4,
         "precision=bf16_remainder": 4 + 2 * 2 + 4 * 4 + 2 * 2,
         "precision=bf16_remainder precision.moments=bf16": 4 + 2 * 2 + 4 * 2 + 2 * 2,
         "precision=bf16 precision.moments=int8": 4 + 2 * 4 + 4 * 1 + 2,
@@ -114,29 +112,14 @@ def test_what_is_unknown_is_said_and_not_guessed() -> None:
     assert re.search(r"shard +unknown +unknown", told)
 
 
-def test_a_run_is_told_where_its_ranks_are_not_those_it_was_planned_for() -> None:
-    told = (
-        "mesh.dp=64, but there are 2 ranks: (dp, cp, tp, pp) that make as many, the nearest first: [(1, 1, 1, 2), "
-        "(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)], or start"
-    )
-    assert told in from_words.refusal(*SMALL, "mesh.dp=64", "launch.workers=2")
-
-
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     "settings",
     [
         "zero.stage=3 offload=infinity train.accumulate=8 hardware=h100_80g",
-        *(
-            pytest.param(
-                each, marks=pytest.mark.full("tests/plan/test_plan.py::test_a_plan_has_a_picture_of_sane_size")
-            )
-            for each in (
-                "zero.stage=0 hardware=laptop",
-                "zero.stage=3 offload=host model.layers=80 hardware=h100_80g",
-                "zero.stage=2 hardware=v100_32g hardware.device_bytes=1000000 hardware.reserved_bytes=0",
-                "zero.stage=2 hardware=h100_80g hardware.node_link=null",
-            )
-        ),
+        "zero.stage=3 offload=host model.layers=80 hardware=h100_80g",
+        "zero.stage=2 hardware=a100_40g hardware.device_bytes=1000000 hardware.reserved_bytes=0",
+        "zero.stage=2 hardware=h100_80g hardware.node_link=null",
     ],
 )
 def test_a_plan_has_a_picture_of_sane_size(settings: str, tmp_path: Path) -> None:
@@ -160,7 +143,7 @@ def test_a_picture_may_be_of_vectors_and_leaves_out_microbatches_between_the_fir
     assert "must end with one of .png, .svg, .pdf" in refused.stderr
 
 
-@PICTURE
+@pytest.mark.full("tests/plan/test_plan.py::test_a_plan_has_a_picture_of_sane_size")
 def test_the_guides_picture_shows_what_its_command_plans(tmp_path: Path) -> None:
     """`python docs/scripts/pictures.py plan` draws it anew."""
     docs = from_words.CONF.parent / "docs"
@@ -195,9 +178,7 @@ def test_the_command_writes_tables_and_picture_for_tensorboard(tmp_path: Path) -
     assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_board_has_the_tables_and_one_line_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_board_has_the_tables_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     run = dzero("plan", *SMALL, "mesh.dp=4", "hardware=laptop", "--tensorboard", tmp_path)
     assert run.stderr.strip() == "the plan's picture needs matplotlib: pip install 'dzero[plot]'"
@@ -222,19 +203,12 @@ def test_a_run_has_its_plan_in_its_board(pool: Pool, tmp_path: Path) -> None:
     [
         ("mesh.cp=2 mesh.dp=1", "share sequences, matrices or experts: python -m dzero plan, with the same settings"),
         ("train.global_sequences=8", "no plan of this run: IncompatibleError: train.global_sequences=8"),
+        ("block.activation_checkpoint=full block.compile=true", ""),
     ],
 )
-def test_a_run_whose_plan_cannot_be_made_says_so_and_goes_on(setting: str, says: str, tmp_path: Path) -> None:
-    run = from_words.run_of(*SMALL, *setting.split())
-    peak, lacks = from_words.planned_under_way(run, 3, tmp_path)
-    assert peak is None
-    assert says in str(lacks)
-
-
-def test_a_run_under_way_is_planned_without_touching_its_random_numbers(tmp_path: Path) -> None:
-    run = from_words.run_of(*SMALL, "block.activation_checkpoint=full", "block.compile=true")
+def test_a_run_under_way_is_planned_or_told_why_not(setting: str, says: str, tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    peak, lacks = from_words.planned_under_way(run, 2, tmp_path)
-    assert (peak or 0) > 0
-    assert lacks is None
+    peak, lacks = from_words.planned_under_way(from_words.run_of(*SMALL, *setting.split()), 3, tmp_path)
+    assert ((peak or 0) > 0, lacks is None) == (not says, not says)
+    assert says in str(lacks)
     assert torch.equal(torch.get_rng_state(), before)

@@ -12,27 +12,10 @@ from from_words import CONF, forecast
 from in_process import dzero
 
 SEQUENCE = ["zero.stage=3", "train.sequence_tokens=8192", "train.microbatch_sequences=1"]
-SEVENTY = ["model=llama_70b", "mesh.dp=64", "block.activation_checkpoint=full"]
 EIGHT = ["hardware=h100_80g", "model=llama_8b", "mesh.dp=8", "block.activation_checkpoint=selective"]
 BETWEEN = pytest.mark.full(
     "tests/plan/test_published.py::test_what_is_expected_of_8_h100_lies_between_torchtitans_runs_without_and_with_compile"
 )
-
-
-@BETWEEN
-@pytest.mark.parametrize(
-    ("settings", "tokens_per_s", "mfu"),
-    [  # torchtitan, docs/performance.md, 2024: tokens/s of each of 64 A100 80 GB, and MFU
-        (["model=llama_8b", "mesh.dp=64", "block.activation_checkpoint=selective"], 2973, 0.582),
-        (SEVENTY, 331, 0.517),
-    ],
-)
-def test_what_is_expected_of_64_a100_is_within_5_percent_of_what_torchtitan_measured(
-    settings: list[str], tokens_per_s: float, mfu: float
-) -> None:
-    found = forecast(*SEQUENCE, "hardware=a100_80g", *settings)
-    assert found.tokens_per_s / 64 == pytest.approx(tokens_per_s, rel=0.05)
-    assert found.mfu == pytest.approx(mfu, rel=0.05)
 
 
 def test_what_is_expected_of_8_h100_lies_between_torchtitans_runs_without_and_with_compile() -> None:
@@ -44,26 +27,29 @@ def test_what_is_expected_of_8_h100_lies_between_torchtitans_runs_without_and_wi
 
 @BETWEEN
 @pytest.mark.parametrize(
-    ("compute", "tokens_per_s"), [("fp8_tensorwise", 7689.5), ("param", 6150), ("fp8_rowwise", 6768)]
+    ("settings", "tokens_per_s", "mfu"),
+    [  # torchtitan, docs/performance.md, 2024: tokens/s of each of 64 A100 80 GB, and MFU
+        (["hardware=a100_80g", "model=llama_8b", "mesh.dp=64", "block.activation_checkpoint=selective"], 2973, 0.582),
+        (["hardware=a100_80g", "model=llama_70b", "mesh.dp=64", "block.activation_checkpoint=full"], 331, 0.517),
+        # torchao, docs of float8, 2025: of each of 8 H100; what is compiled, and tensorwise gathers in 8 bits
+        ([*EIGHT, "precision.compute=fp8_tensorwise"], 7689.5, None),
+        ([*EIGHT, "precision.compute=param"], 6150, None),
+        ([*EIGHT, "precision.compute=fp8_rowwise"], 6768, None),
+    ],
 )
-def test_products_in_8_bits_are_within_6_percent_of_what_torchao_measured(compute: str, tokens_per_s: float) -> None:
-    """torchao, docs of float8, 2025: tokens/s of each of 8 H100; what is compiled, and tensorwise gathers in 8 bits."""
-    found = forecast(*SEQUENCE, *EIGHT, f"precision.compute={compute}")
-    assert found.tokens_per_s / 8 == pytest.approx(tokens_per_s, rel=0.06)
+def test_what_is_expected_is_near_what_was_measured(
+    settings: list[str], tokens_per_s: float, mfu: float | None
+) -> None:
+    found = forecast(*SEQUENCE, *settings)
+    assert found.tokens_per_s / found.layout.world == pytest.approx(tokens_per_s, rel=0.06 if mfu is None else 0.05)
+    assert mfu is None or found.mfu == pytest.approx(mfu, rel=0.05)
 
 
-LINE = [
-    "model=llama_1b",
-    "model.layers=2",
-    "mesh.dp=64",
-    "block.activation_checkpoint=full",
-    *SEQUENCE,
-    "train.sequence_tokens=4096",
-]
+LINE = ["model=llama_1b", "model.layers=2", "mesh.dp=64", "block.activation_checkpoint=full", *SEQUENCE]
 
 
 def test_the_plan_prints_a_lower_bound_beside_what_is_expected_and_says_what_each_assumes() -> None:
-    run = dzero("plan", *LINE, "hardware=h100_80g")
+    run = dzero("plan", *LINE, "train.sequence_tokens=4096", "hardware=h100_80g")
     assert run.returncode == 0, run.stderr
     (step,) = re.findall(r"a step +([\d.]+) ms +([\d.]+) ms +MFU (\d+)%", run.stdout)
     bound_ms, expected_ms, mfu = map(float, step)
@@ -88,7 +74,6 @@ SIZES = {"small": (4096, 14336, 2, 32), "8 B": (4096, 14336, 32, 32), "70 B": (8
 """Width, width of the feed-forward layers, layers and heads of Llama 3, all with 8 heads of keys and values."""
 QLORA = "adapter=qlora adapter.target_modules=all-linear adapter.r=16 train.sequence_tokens=4096"
 WHOLE = "hardware=rtx4090 precision=bf16_remainder precision.moments=int8 offload=host_all optim.max_norm=1.0"
-FITS = "tests/plan/test_published.py::test_a_plan_of_fine_tuning_fits_one_card"
 
 
 def frozen_bytes(size: str) -> int:
@@ -99,37 +84,26 @@ def frozen_bytes(size: str) -> int:
     return matrices * 34 // 64 + 2 * ((2 * layers + 1) * hidden + 2 * VOCAB * hidden)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
-    ("size", "line", "tier", "most_gib", "frozen"),
+    ("size", "line", "tier", "most_gib"),
     [
-        ("small", f"{QLORA} hardware=rtx4090", "device", 24, True),
-        pytest.param("8 B", f"{QLORA} hardware=rtx4090", "device", 24, True, marks=pytest.mark.full(FITS)),
-        pytest.param("70 B", f"{QLORA} hardware=h100_80g", "device", 55, True, marks=pytest.mark.full(FITS)),
-        pytest.param(
-            *("70 B", f"{QLORA} hardware=rtx4090 offload.frozen=host", "host", 40, True), marks=pytest.mark.full(FITS)
-        ),
-        pytest.param(*("8 B", f"{WHOLE} train.sequence_tokens=2048", "host", 61, False), marks=pytest.mark.full(FITS)),
+        ("small", f"{QLORA} hardware=rtx4090", "device", 24),
+        ("8 B", f"{QLORA} hardware=rtx4090", "device", 24),
+        ("70 B", f"{QLORA} hardware=h100_80g", "device", 55),
+        ("70 B", f"{QLORA} hardware=rtx4090 offload.frozen=host", "host", 40),
+        ("8 B", f"{WHOLE} train.sequence_tokens=2048", "host", 61),
     ],
 )
-def test_a_plan_of_fine_tuning_fits_one_card(
-    tmp_path: Path, size: str, line: str, tier: str, most_gib: int, frozen: bool
-) -> None:
+def test_a_plan_of_fine_tuning_fits_one_card(tmp_path: Path, size: str, line: str, tier: str, most_gib: int) -> None:
     """From a config.json alone; frozen weights are in 4 bits."""
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     hidden, ffn, layers, heads = SIZES[size]
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    }
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB}
+    config |= {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    config |= {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--config-name=finetune", f"model.name_or_path={tmp_path}", "mesh.dp=1", "zero.stage=3", *line.split()]
     found = forecast(*words, "block.activation_checkpoint=full")
@@ -137,7 +111,7 @@ def test_a_plan_of_fine_tuning_fits_one_card(
     assert found.tiers[tier].total_bytes < most_gib * GIB
     if tier == "device":
         assert found.tiers[tier].kinds["frozen"] == frozen_bytes(size)
-    elif frozen:
+    elif line.startswith(QLORA):
         assert frozen_bytes(size) <= found.tiers[tier].total_bytes
 
 

@@ -1,6 +1,7 @@
-"""What was trained of a model of peft is what its folders hold: peft and transformers load the trained logits.
+"""Models of peft in loops of one's own and in DzeroTrainer: what was trained is what their folders hold, and of several
+adapters one is trained at a time.
 
-The rows of docs/reference/adapters.md are what the test walks. The oracle loads a folder without dzero.
+The rows of docs/reference/adapters.md are what is walked first. The oracle loads a folder without dzero.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from in_process import dzero as command
+from parity_cells import whole
 from pool import Pool
 from torch import Tensor, nn
 
@@ -22,14 +25,8 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 PAGE = Path(__file__).parents[2] / "docs/reference/adapters.md"
 STEPS, LR, VOCAB = 2, 2e-2, 61
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -70,24 +67,18 @@ def rows(title: str) -> list[Row]:
 LORA, OTHERS = rows("LoRA"), rows("Other methods")
 LOOP = "tests/trainer/test_adapters_out.py::test_a_loop_of_ones_own_leaves_what_it_trained"
 USUAL = ("LoraConfig(r=2)", "ensure_weight_tying", "target_parameters", "pissa", "IA3", "PromptTuning", "AdaLora")
-"""Rows that are tried in every run of the tests: a kind of adapter each."""
+"""A kind of adapter each."""
 
 
-def case(row: Row, *, is_usual: bool) -> Any:
-    """A member of the test; what the installed peft does not offer is skipped."""
-    kind = row.call.partition("(")[0]
-    missing = pytest.mark.skipif(not hasattr(peft, kind), reason=f"peft {peft.__version__} has no {kind}")
-    marks = [missing] if is_usual else [missing, pytest.mark.full(LOOP)]
-    return pytest.param(row, id=f"{row.call}-{row.model}", marks=marks)
-
-
-def always(row: Row) -> Any:
-    return case(row, is_usual=any(map(row.call.count, USUAL)))
-
-
-def sometimes(row: Row) -> Any:
-    named = ("ensure_weight_tying", "PromptTuning")
-    return case(row, is_usual=any(map(repr(row).count, named)))
+def cases(usual: tuple[str, ...]) -> list[Any]:
+    """Members of a test, those with one of the words in every run of it; what the installed peft lacks is skipped."""
+    found = []
+    for row in (*LORA, *OTHERS):
+        kind = row.call.partition("(")[0]
+        missing = pytest.mark.skipif(not hasattr(peft, kind), reason=f"peft {peft.__version__} has no {kind}")
+        marks = [missing] if any(map(repr(row).count, usual)) else [missing, pytest.mark.full(LOOP)]
+        found.append(pytest.param(row, id=f"{row.call}-{row.model}", marks=marks))
+    return found
 
 
 def tokens() -> Tensor:
@@ -153,17 +144,9 @@ def by_trainer(rank: int, ranks: int, row: Row, folder: Path) -> dict[str, Any]:
     told: dict[str, Any] = {"before": logits(adapted(folder, row))}
 
     def trainer(save_strategy: str) -> Any:
-        args = transformers.TrainingArguments(
-            output_dir=str(folder / "run"),
-            max_steps=STEPS,
-            per_device_train_batch_size=1,
-            learning_rate=LR,
-            save_strategy=save_strategy,
-            save_steps=STEPS,
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
+        own = {"max_steps": STEPS, "save_steps": STEPS, "learning_rate": LR, "per_device_train_batch_size": 1}
+        quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": save_strategy}
+        args = transformers.TrainingArguments(output_dir=str(folder / "run"), **own, **quiet)
         data = [{"input_ids": ids, "labels": ids} for ids in tokens()]
         return DzeroTrainer(model=adapted(folder, row), args=args, train_dataset=data, dzero={"stage": 2})
 
@@ -204,14 +187,126 @@ def compare(row: Row, folder: Path, told: list[dict[str, Any]], *, refused: bool
         assert (folder / "merged" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("row", [always(row) for row in (*LORA, *OTHERS)])
+@pytest.mark.parametrize("row", cases(USUAL))
 def test_a_loop_of_ones_own_leaves_what_it_trained(pool: Pool, tmp_path: Path, row: Row) -> None:
     base(tmp_path, row.model)
     told = pool.run(own_loop, 2, row, tmp_path)
     compare(row, tmp_path, told, refused=not (row.alone and row.merged))
 
 
-@pytest.mark.parametrize("row", [sometimes(row) for row in (*LORA, *OTHERS)])
+@pytest.mark.parametrize("row", cases(("ensure_weight_tying", "PromptTuning")))
 def test_a_trainer_leaves_what_it_trained(pool: Pool, tmp_path: Path, row: Row) -> None:
     base(tmp_path, row.model)
     compare(row, tmp_path, pool.run(by_trainer, 1, row, tmp_path), refused=not row.alone)
+
+
+# Several adapters, of which one is trained at a time
+
+ORDER = ("a", "b", "b", "a")
+
+
+def two_adapters(*, unfrozen: bool, tied: bool = False) -> Any:
+    """A PeftModel with the adapters a and b, of which a is active; `unfrozen`: both require gradients."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    settings = {
+        name: peft.LoraConfig(r=2, target_modules=[layer, "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        for name, layer in (("a", "q_proj"), ("b", "o_proj"))
+    }
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), settings["a"], adapter_name="a")
+    model.add_adapter("b", settings["b"])
+    if unfrozen:
+        for name, param in model.named_parameters():
+            param.requires_grad_(".lora_" in name)
+    return model
+
+
+def steps(model: Any, optim: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for name in ORDER:
+        model.set_adapter(name)
+        loss = model(tokens(), labels=tokens()).loss
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(value).clone() for name, value in model.state_dict().items() if ".lora_" in name}
+
+
+def turned(rank: int, ranks: int, stage: int, folder: Path) -> dict[str, Any]:
+    """Train the adapters in turn, then save the one that is left."""
+    sharded = dzero.shard(two_adapters(unfrozen=True), stage=stage, precision="fp32")
+    losses = steps(sharded.model, dzero.AdamW(sharded, lr=1e-2))
+    found = {"losses": losses, "adapters": adapters(sharded.model)}
+    with pytest.raises(ValueError, match=r"the model has the adapters \['a', 'b'\]: only one is saved"):
+        dzero.save_pretrained(sharded, folder / "both")
+    sharded.model.delete_adapter("b")
+    dzero.save_pretrained(sharded, folder / "a")
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_in_turn_have_the_numbers_of_plain_peft(pool: Pool, tmp_path: Path, stage: int) -> None:
+    model = two_adapters(unfrozen=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    losses = steps(model, torch.optim.AdamW(trained, lr=1e-2))
+    want = adapters(model)
+    for found in pool.run(turned, 2, stage, tmp_path):
+        assert found["losses"] == pytest.approx(losses, rel=1e-6)
+        assert found["adapters"].keys() == want.keys()
+        for name, value in found["adapters"].items():
+            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6)
+    loaded = peft.PeftModel.from_pretrained(two_adapters(unfrozen=True).unload(), tmp_path / "a")
+    state = {name: value for name, value in loaded.state_dict().items() if ".lora_" in name}
+    assert len(state) == 2 * 2 * 2
+    for name, value in state.items():
+        torch.testing.assert_close(value, want[name.replace(".default.", ".a.")], rtol=0, atol=1e-6)
+
+
+def switched(rank: int, ranks: int) -> str:
+    """Switch to an adapter that was frozen when the model was sharded."""
+    sharded = dzero.shard(two_adapters(unfrozen=False), stage=2, precision="fp32")
+    optim = dzero.AdamW(sharded, lr=1e-2)
+    with pytest.raises(RuntimeError) as told:
+        steps(sharded.model, optim)
+    return str(told.value)
+
+
+def test_an_adapter_that_no_optimizer_has_is_refused_at_the_step(pool: Pool) -> None:
+    for told in pool.run(switched, 2):
+        assert "was frozen in shard() and requires gradients now, which no optimizer would use" in told
+        assert "unfreeze all before shard(), then call set_adapter()" in told
+
+
+def checkpointed(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+    """Train one adapter and save a checkpoint; the adapter."""
+    model = two_adapters(unfrozen=False, tied=True)
+    model.delete_adapter("b")
+    sharded = dzero.shard(model, stage=3, precision="fp32")
+    optim = dzero.AdamW(sharded, lr=1e-2)
+    sharded.model(tokens(), labels=tokens()).loss.backward()
+    optim.step()
+    with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+        checkpoints.save(1, {"model": dzero.describe(sharded.model)})
+        checkpoints.finish()
+    dzero.save_pretrained(sharded, folder / "merged by the loop", merge=True)
+    return adapters(sharded.model)
+
+
+def test_a_checkpoint_of_a_loop_is_exported_alone_and_merged(pool: Pool, tmp_path: Path) -> None:
+    want = pool.run(checkpointed, 2, tmp_path / "checkpoints")[0]
+    base = two_adapters(unfrozen=False, tied=True).unload()
+    base.save_pretrained(tmp_path / "base")
+    for name, options in {"adapter": (), "merged": ("--merge", "--base", str(tmp_path / "base"))}.items():
+        made = command("export", tmp_path / "checkpoints", tmp_path / name, "--dtype", "fp32", *options)
+        assert made.returncode == 0, made.stderr
+    state = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
+    assert all(torch.equal(state[name.replace(".a.", ".default.")], value) for name, value in want.items())
+    folders = (tmp_path / "merged", tmp_path / "checkpoints" / "merged by the loop")
+    one, two = (transformers.LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=0, atol=0, msg=lambda told, name=name: f"{name}: {told}")

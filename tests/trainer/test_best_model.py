@@ -50,9 +50,7 @@ def saved(folder: Path) -> list[str]:
 
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_best_checkpoint_is_kept_and_exported_and_a_resumed_run_knows_it(
-    pool: Pool, model: Path, tmp_path: Path, way: str
-) -> None:
+def test_the_best_checkpoint_is_kept_exported_and_known(pool: Pool, model: Path, tmp_path: Path, way: str) -> None:
     given = [*words(model, tmp_path, *WORSE, *WAYS[way]), "data.held_out=0.3", "train.steps=40", "train.epochs=null"]
     given += [f"train.evaluate_every_steps={EVERY}", "train.answers=0", f"checkpoint.folder={tmp_path / 'saved'}"]
     given += ["checkpoint.every=3", "checkpoint.keep=1", "checkpoint.keep_best=true", "export.which=best"]
@@ -98,9 +96,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_a_resumed_run_knows_it(
 
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize("setting", ["train.patience=2", "checkpoint.keep_best=true"])
-def test_a_best_of_data_too_small_to_hold_out_anything_is_refused(
-    pool: Pool, model: Path, tmp_path: Path, setting: str
-) -> None:
+def test_a_best_without_held_out_data_is_refused(pool: Pool, model: Path, tmp_path: Path, setting: str) -> None:
     (tmp_path / "one.jsonl").write_text(chats_of(model).read_text().splitlines()[0])
     own = [f"data.path={tmp_path / 'one.jsonl'}", "data.held_out=1e-9", "checkpoint.every=1", setting]
     with pytest.raises(WorkerError, match=f"{setting}: nothing of .*one.jsonl.* is held out; give more data"):

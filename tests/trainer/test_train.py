@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import dzero as command
 from pool import Pool, WorkerError
-from small_runs import ROOT, SMALL, Told, settled, train, write_text
+from small_runs import ROOT, SMALL, Told, ran, settled, train, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from typed_commands import typed
 
@@ -30,15 +28,6 @@ def run(pool: Pool, folder: Path, data: Path, *settings: str, ranks: int = 2) ->
     return told[0]  # type: ignore[no-any-return]
 
 
-def free_port() -> int:
-    """Below the range from which the system gives ports to anybody's outgoing connection meanwhile."""
-    for port in random.sample(range(20000, 32000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port is free")
-
-
 def losses_in(log: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step=\d+ loss=(\S+)", log, re.MULTILINE)]
 
@@ -46,31 +35,14 @@ def losses_in(log: str) -> list[float]:
 # The numbers
 
 
-SAME = {
-    "stage 0, recomputed": "zero.stage=0 block.activation_checkpoint=full",
-    "stage 1": "zero.stage=1",
-    "stage 2": "zero.stage=2",
-    "again": "zero.stage=3",
-    "selective": "zero.stage=3 block.activation_checkpoint=selective",
-    "remainder": "zero.stage=3 precision=bf16_remainder",
-}
+SAME = ("zero.stage=3", "zero.stage=0 block.activation_checkpoint=full", "zero.stage=3 precision=bf16_remainder")
 
 
-@pytest.fixture(scope="module")
-def of_stage_3(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return run(pool, tmp_path_factory.mktemp("stage 3"), text, "zero.stage=3").losses
-
-
-@pytest.mark.product(keep=2)
-@pytest.mark.parametrize("way", SAME)
-def test_every_stage_repeats_the_same_losses_to_the_bit(
-    pool: Pool, text: Path, tmp_path: Path, way: str, of_stage_3: list[float]
-) -> None:
-    assert run(pool, tmp_path, text, *SAME[way].split()).losses == of_stage_3
-
-
-def test_another_seed_is_another_run(pool: Pool, text: Path, tmp_path: Path, of_stage_3: list[float]) -> None:
-    assert run(pool, tmp_path, text, "zero.stage=3", "train.seed=1").losses != of_stage_3
+def test_a_run_repeats_its_losses_at_every_stage_but_for_another_seed(pool: Pool, text: Path, tmp_path: Path) -> None:
+    losses = run(pool, tmp_path, text, "zero.stage=3").losses
+    for same in SAME:
+        assert run(pool, tmp_path, text, *same.split()).losses == losses
+    assert run(pool, tmp_path, text, "zero.stage=3", "train.seed=1").losses != losses
 
 
 @pytest.mark.product(keep=2)
@@ -80,24 +52,17 @@ def test_another_seed_is_another_run(pool: Pool, text: Path, tmp_path: Path, of_
         "zero.stage=1 precision=fp16 train.accumulate=4",
         "zero.stage=2 precision=fp32 optim.rule=SGD optim.options={momentum:0.9}",
         "zero.stage=3 precision=bf16_remainder train.accumulate=4 schedule.kind=wsd schedule.decay_steps=1",
-        "zero.stage=0 precision=fp16 optim.rule=Adagrad optim.max_norm=null",
         "zero.stage=2 precision.moments=bf16 zero.reduction=native data.held_out=0",
-        "zero.stage=3 zero.reshard_after_forward=false train.accumulate=2 precision.grad=fp32",
         "zero.stage=3 model.tied=false block.tiles=3 block.loss_tiles=4 block.activation_checkpoint=full",
         "model=tiny_moe mesh.ep=2 zero.stage=2 precision=fp16 train.accumulate=2 launch.check_collectives=true",
+        "zero.stage=3 mesh.dp=4 mesh.replicate=2",
+        "zero.stage=3 mesh.dp=4 zero.reshard_after_forward=2",
     ],
 )
 def test_settings_train_together(pool: Pool, text: Path, tmp_path: Path, line: str) -> None:
-    told = run(pool, tmp_path, text, *line.split())
+    told = run(pool, tmp_path, text, *line.split(), ranks=4 if "mesh.dp=4" in line else 2)
     assert len(told.losses) == 3
     assert (told.held_out is None) == ("held_out=0" in line)
-
-
-@pytest.mark.full("tests/trainer/test_train.py::test_settings_train_together")
-def test_hybrid_sharding_and_groups_of_neighbours_take_four_ranks(pool: Pool, text: Path, tmp_path: Path) -> None:
-    hybrid = run(pool, tmp_path, text, "zero.stage=3", "mesh.replicate=2", ranks=4)
-    nearby = run(pool, tmp_path, text, "zero.stage=3", "zero.reshard_after_forward=2", ranks=4)
-    np.testing.assert_allclose(hybrid.losses, nearby.losses, rtol=2e-3)  # fp32 between two hops, against one hop
 
 
 def test_the_global_batch_is_what_counts_not_how_it_is_cut(pool: Pool, text: Path, tmp_path: Path) -> None:
@@ -150,28 +115,6 @@ def test_too_little_held_out_is_told_before_the_first_step(pool: Pool, tmp_path:
 # What is told
 
 
-def test_tensorboard_and_the_trace_hold_what_the_readme_promises(pool: Pool, text: Path, tmp_path: Path) -> None:
-    run(pool, tmp_path, text, "zero.stage=3", "precision=fp16", "profile=on", "profile.start_step=2", "profile.steps=1")
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    tags = events.Tags()
-    states = [f"memory/{kind}_gib" for kind in ("param", "grad", "master", "moments", "activations")]
-    traffic = [f"traffic/{kind}_gib" for kind in ("all_gather", "reduce_scatter")]
-    optim = [f"optim/{name}" for name in ("lr", "grad_norm", "loss_scale", "skipped_steps")]
-    assert {"loss/train", "loss/held_out", "speed/step_s", *optim, *states, *traffic} <= set(tags["scalars"])
-    assert len(events.Scalars("loss/train")) == 3
-    texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
-    assert {"config", "summary"} <= texts
-    resolved = events.Tensors(next(tag for tag in tags["tensors"] if tag.startswith("config")))[0]
-    assert b"stage: 3" in resolved.tensor_proto.string_val[0]
-    for rank in (0, 1):
-        with gzip.open(tmp_path / "profile" / f"rank{rank}.pt.trace.json.gz") as trace:
-            spans = [str(event.get("name")) for event in json.load(trace)["traceEvents"] if event.get("ph") == "X"]
-        assert spans.count("step update") == 1, "one step of three is in the trace"
-        for word in ("all_gather", "reduce_scatter", "forward", "backward"):
-            assert any(span.split()[0] == word for span in spans if span), word
-
-
 LANES = {
     "infinity": ("LOAD", "LOAD_param", "FETCH", "EVICT", "COMPUTE", "SPILL"),
     "host": ("FETCH", "EVICT", "COMPUTE"),
@@ -182,9 +125,7 @@ LANES = {
 
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize("offload", LANES)
-def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
-    pool: Pool, text: Path, tmp_path: Path, offload: str
-) -> None:
+def test_offload_changes_no_loss_and_shows_its_lanes(pool: Pool, text: Path, tmp_path: Path, offload: str) -> None:
     on_disk = offload in ("disk", "infinity")
     setting = ["zero.stage=3", "train.accumulate=2"] + (["model.layers=4"] if on_disk else [])
     resident = run(pool, tmp_path / "resident", text, *setting)
@@ -199,13 +140,12 @@ def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
     assert lanes <= set(events.Tags()["scalars"])
     with gzip.open(tmp_path / "profile" / "rank0.pt.trace.json.gz") as trace:
         entries = json.load(trace)["traceEvents"]
-    spans = [(str(e.get("name")).split(" "), e.get("tid")) for e in entries]
-    kinds = {lane for lane in LANES[offload] if lane != "LOAD_param"} | {"forward"}
-    tracks = {words[0]: tid for words, tid in spans if words[0] in kinds}
-    assert len(set(tracks.values())) == len(tracks) == len(kinds)
-    names = {e["tid"]: e["args"]["name"] for e in entries if e.get("name") == "thread_name"}
-    assert names[tracks.pop("forward")] == "training"
-    assert all(names[tid].startswith(kind) for kind, tid in tracks.items()), "a lane's track has its name"
+    names = {each["tid"]: each["args"]["name"] for each in entries if each.get("name") == "thread_name"}
+    tracks = {lane: lane for lane in LANES[offload] if lane != "LOAD_param"} | {"forward": "training"}
+    for kind, name in tracks.items():
+        of_kind = {each["tid"] for each in entries if str(each.get("name")).split(" ")[0] == kind}
+        assert of_kind, kind
+        assert all(names[tid].startswith(name) for tid in of_kind), "a lane's track has its name"
 
 
 def shows_nothing_but_its_log(folder: Path, *settings: str) -> tuple[list[float], float]:
@@ -259,8 +199,8 @@ def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(t
 
 @pytest.mark.full(LEARNS)
 def test_two_nodes_of_torchrun_make_one_run_in_one_folder(text: Path, tmp_path: Path) -> None:
-    port = free_port()
-    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    store = [f"--rdzv-endpoint={tmp_path / 'store'}", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
+    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", *store]
     small = ["train.steps=2", *SHORT, f"data.path={text}"]
     folders = [tmp_path / "here", tmp_path / "there"]
     for folder in folders:
@@ -272,3 +212,69 @@ def test_two_nodes_of_torchrun_make_one_run_in_one_folder(text: Path, tmp_path: 
     assert [node.returncode for node in ended] == [0, 0], [node.stderr for node in ended]
     assert [len(losses_in(node.stdout)) for node in ended] in ([2, 0], [0, 2])  # only rank 0 writes
     assert len(list(tmp_path.glob("*/outputs/*/*"))) == 1
+
+
+# Several sources: resumed on other ranks they go on exactly, and what they took is told by source
+
+LONG, FEW = "long.txt", "short.txt"
+
+
+def texts(folder: Path) -> list[Path]:
+    """A long and a short text of other letters."""
+    write_text(folder / LONG, 4000)
+    (folder / FEW).write_text("0123 4567 89 " * 120)
+    return [folder / LONG, folder / FEW]
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_mixture_resumes_on_other_ranks_at_the_same_sample(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    """Losses are means over the samples of a step, so that equal losses are of the same samples."""
+    settings = [*SMALL.split(), f"data.paths=[{','.join(map(str, texts(tmp_path)))}]", "data.weights=[0.75,0.25]"]
+    settings += ["precision=fp32", "train.steps=4", "train.global_sequences=8", "train.accumulate=null"]
+    settings += ["train.evaluate_every_steps=2", "checkpoint.every=2", "checkpoint.keep=9", "optim.rule=SGD"]
+    settings += ["monitor.tensorboard=false"]
+    whole = pool.run(ran, 2, [*settings, f"checkpoint.folder={tmp_path / 'a'}"], tmp_path)[0]
+    own = [f"resume.source={tmp_path / 'a' / 'step_00000002'}", f"checkpoint.folder={tmp_path / 'b'}"]
+    part = pool.run(ran, ranks, [*settings, *own], tmp_path)[0]
+    assert part.losses == pytest.approx(whole.losses[2:], rel=1e-6)  # sums of fp32 in another order
+    assert epochs(part.told) == epochs(whole.told)
+    told = re.findall(rf"held_out_loss=(\S+) .*\[{LONG}\]=(\S+) .*\[{FEW}\]=(\S+)", whole.told)
+    for total, first, second in told:  # printed with four digits
+        assert float(total) == pytest.approx(0.75 * float(first) + 0.25 * float(second), abs=1e-4)
+    assert len(told) == 2
+    assert {name: count for name, count, _ in taken(whole.told)} == {LONG: str(4 * 6 * 32), FEW: str(4 * 2 * 32)}
+
+
+def taken(told: str) -> list[tuple[str, str, str]]:
+    """Of each source: its name, tokens that counted, and epochs."""
+    return re.findall(r"from (\S+) +(\S+(?: k)?) tokens counted, (\S+) epochs", told)
+
+
+def epochs(told: str) -> dict[str, str]:
+    return {name: count for name, _, count in taken(told)}
+
+
+def test_a_run_over_chats_of_two_files_tells_what_it_took(pool: Pool, model: Path, tmp_path: Path) -> None:
+    from published import chats_of, words  # which need transformers
+
+    lines = chats_of(model).read_text().splitlines(keepends=True)
+    for name, part in (("many", lines[:12]), ("few", lines[12:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    given = [word for word in words(model, tmp_path) if not word.startswith(("data.path", "monitor"))]
+    given += [f"data.paths=[{tmp_path}/many.jsonl,{tmp_path}/few.jsonl]", "data.weights=[1,1]", "data.held_out=0.4"]
+    given += ["train.epochs=2", "train.evaluate_every_steps=8", "train.answer_tokens=4", "monitor.plan=false"]
+    (found,) = pool.run(ran, 1, given, tmp_path)
+    assert re.search(r"50\.0% from \S*many\.jsonl: ", found.told)
+    assert re.search(
+        r"held_out_loss=\S+ .*held_out_loss\[many.jsonl\]=\S+ .*held_out_loss\[few.jsonl\]=\S+", found.told
+    )
+    assert re.search(r"answers '<\|im_start\|>user.*' with '", found.told)
+    told = epochs(found.told)
+    assert told.keys() == {"many.jsonl", "few.jsonl"}
+    least, most = sorted(map(float, told.values()))  # shares are equal, sizes are not
+    assert least < 2 < most
+    tags = {*EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]}
+    assert {"data/few.jsonl_tokens", "data/few.jsonl_epochs", "loss/held_out_few.jsonl"} <= tags
+    shown = command("tokenize", *[each for each in given if each.startswith(("data", "model"))])
+    assert re.search(r"many.jsonl:\n12 samples(.*\n)*few.jsonl:\n4 samples", shown.stdout), shown.stderr

@@ -35,7 +35,7 @@ def started(folder: Path, *settings: str, **options: Any) -> subprocess.Popen[st
 def check_whole(folder: Path, run: subprocess.Popen[str], err: str) -> None:
     """The run ended well, with its last step saved and nothing of Python's on stderr."""
     assert run.returncode == 0, err
-    assert (folder / "checkpoints" / "step-00000003").is_dir() or list((folder / "checkpoints").glob("*3*")), err
+    assert (folder / "checkpoints" / "step_00000003").is_dir(), err
     assert "Traceback" not in err
     assert "Exception ignored" not in err
 
@@ -54,14 +54,12 @@ def test_a_run_whose_reader_leaves_after_a_line_trains_and_saves_to_the_end(tmp_
 
 
 @pytest.mark.full(READER)
-@pytest.mark.parametrize("stderr", ["pipe", "closed"])
-def test_a_run_onto_a_full_disk_trains_and_saves_to_the_end(tmp_path: Path, stderr: str) -> None:
+def test_a_run_onto_a_full_disk_trains_and_saves_to_the_end(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        closed = {"preexec_fn": lambda: os.close(2)} if stderr == "closed" else {}
-        run = started(tmp_path, *SMALLEST, *SAVING, stdout=full, **closed)
+        run = started(tmp_path, *SMALLEST, *SAVING, stdout=full)
         _, err = run.communicate(timeout=SECONDS)
     check_whole(tmp_path, run, err)
-    assert err.count("No space left on device") == (stderr == "pipe")
+    assert err.count("No space left on device") == 1
 
 
 @pytest.mark.full(READER)
@@ -82,26 +80,23 @@ def test_event_files_that_cannot_be_written_do_not_end_a_run(tmp_path: Path) -> 
 def test_a_run_in_the_background_of_a_terminal_with_tostop_is_not_stopped(tmp_path: Path) -> None:
     """Its workers write from a session of their own; its shell tells of a job that stops with exit code 150."""
     ours, theirs = os.openpty()
-    typed = ["bash", "-mc", 'stty tostop; "$@" & wait $!', "bash"]
     settings = [*SMALLEST, f"data.path={write_text(tmp_path / 'text.txt')}", "train.steps=1", "launch.workers=1"]
     left_out, tag = ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"), new_tag()
     shell = subprocess.Popen(
-        [*typed, sys.executable, str(ROOT / "train.py"), *settings],
+        ["bash", "-mc", 'stty tostop; "$@" & wait $!', "bash", sys.executable, str(ROOT / "train.py"), *settings],
         cwd=tmp_path,
         env={key: value for key, value in os.environ.items() if key not in left_out} | tag,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(theirs)
-    said, until_s = b"", time.monotonic() + SECONDS / 4
+    said, until_s = b"", time.monotonic() + SECONDS
     try:
         with suppress(OSError):  # all that had the terminal have left
             while select.select([ours], [], [], max(0.0, until_s - time.monotonic()))[0]:
                 said += os.read(ours, 4096)
-        assert shell.wait(1) == 0, said.decode()
+        assert shell.wait(SECONDS) == 0, said.decode()
         assert b"held-out loss" in said  # of the table at the end
     finally:
         for process in tagged(tag):

@@ -31,16 +31,12 @@ def test_the_command_says_that_a_run_agrees_and_leaves_nothing(words: list[str],
     ("setting", "message"),
     [
         ("verify.steps=0", "verify.steps=0: must be a whole number ≥ 1"),
-        ("verify.steps=many", "verify.steps=many: must be a whole number"),
         ("verify.step=3", "verify.step: unknown key; verify has ['steps']; did you mean verify.steps=3?"),
         ("verify.steps=9", "verify.steps=9 exceeds train.steps=3; lower it, or raise that"),
         ("zero.stage=4", "zero.stage=4: choose 0, 1, 2 or 3"),
-        ("zero.stage", "zero.stage"),
     ],
 )
-def test_wrong_usage_is_told_and_has_a_code_of_its_own(
-    words: list[str], tmp_path: Path, setting: str, message: str
-) -> None:
+def test_wrong_usage_has_a_code_of_its_own(words: list[str], tmp_path: Path, setting: str, message: str) -> None:
     key = setting.partition("=")[0]
     ended = typed(*(word for word in words if word.partition("=")[0] != key), setting, cwd=tmp_path)
     refused(ended, message, code=NOT_COMPARED)

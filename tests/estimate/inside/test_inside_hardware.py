@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,50 +17,29 @@ import msgspec
 import pytest
 import torch
 from from_words import run_of
+from in_process import dzero as command
 from omegaconf import OmegaConf
 
 from dzero import DiskError, RunError, hardware
-from dzero import __main__ as command
 from dzero.estimate import measure_hardware, measurement_cache
 from dzero.estimate.decoder_probe import ExchangeRates, OperatorRates
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measure_hardware import ProbeConfig, cached, combine, key_of, measured
-from dzero.estimate.measurement_cache import DamagedCache, Measurement, MeasurementKey
+from dzero.estimate.measurement_cache import DamagedCache, Measurement
 from dzero.estimate.probes import Effort, RankFigures
 from dzero.plan.hardware_tables import age, as_yaml
-from dzero.plan.plan_run import hardware_of, scratch_folders
+from dzero.plan.plan_run import hardware_of
 from dzero.utils.scratch_paths import mount_point
 
 GIB = 2**30
 
-KEY = MeasurementKey(
-    cpu="abacus",
-    cores=2,
-    host_bytes=16 << 30,
-    device_type="cpu",
-    device="",
-    ranks=2,
-    torch="2.13.0",
-    disks=("/scratch",),
-)
-HARDWARE = replace(
-    run_of("hardware=laptop").hardware,
-    name="abacus",
-    devices_per_node=2,
-    device_bytes=8 << 30,
-    bf16_flops=1.5e11,
-    efficiency=1.0,
-    memory_efficiency=1.0,
-    link_efficiency=1.0,
-    collective_latency_s=2e-4,
-    network=None,
-)
+KEY = replace(key_of(2), cpu="abacus", cores=2, device_type="cpu", device="")
+FIGURES: dict[str, Any] = {"device_bytes": 8 << 30, "bf16_flops": 1.5e11, "efficiency": 1.0, "network": None}
+HARDWARE = replace(run_of("hardware=laptop").hardware, name="abacus", **FIGURES)
 MEASUREMENT = Measurement(key=KEY, when=datetime(2026, 1, 1, tzinfo=UTC), hardware=HARDWARE)
-
 SMALL = Effort(
     seconds=0.02, matrix=128, copy_bytes=1 << 20, tokens=256, update_elems=1 << 16, disk_bytes=1 << 20, rounds=2
 )
-CPU = torch.device("cpu")
 RANK = RankFigures(
     bf16_flops=4e11,
     fp16_flops=5e11,
@@ -105,9 +84,7 @@ def test_every_figure_of_this_machine_is_measured() -> None:
     assert cached(2) == found
 
 
-def test_a_machine_that_is_known_is_not_measured_again_unless_its_file_is_damaged(
-    known: Measurement, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_known_machine_is_not_measured_again(known: Measurement, capsys: pytest.CaptureFixture[str]) -> None:
     assert (known.key.ranks, known.key.torch) == (2, torch.__version__)
     assert cached(2) == known
     assert hardware_of(run_of("launch.workers=2")) == known.hardware
@@ -118,45 +95,21 @@ def test_a_machine_that_is_known_is_not_measured_again_unless_its_file_is_damage
     assert f"{path}: damaged" in capsys.readouterr().err
 
 
-def test_the_command_shows_age_figures_and_a_file(
-    known: Measurement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_age_figures_and_a_file(known: Measurement) -> None:
     """The file composes as a node of conf/hardware."""
-    monkeypatch.setattr(sys, "argv", ["dzero", "hardware", "--ranks", "2"])
-    command.main()
-    told = capsys.readouterr()
-    assert "UTC, just now" in told.out
-    assert "measuring" not in told.err
+    told = command("hardware", "--ranks", "2")
+    assert "UTC, just now" in told.stdout
+    assert "measuring" not in told.stderr
     file = as_yaml(known)
-    assert file in told.out
+    assert file in told.stdout
     assert HardwareConfig(**OmegaConf.to_container(OmegaConf.create(file))) == HARDWARE  # type: ignore[arg-type]
-    table = " ".join(told.out.partition(file)[0].split())
+    table = " ".join(told.stdout.partition(file)[0].split())
     assert all(figure in table for figure in HardwareConfig.__dataclass_fields__.keys() - {"name", "device_type"})
-    for shown in ("device_bytes 8.00 GiB", "bf16_flops 150 GFLOP/s", "collective_latency_s 200 µs", "network unknown"):
+    for shown in ("device_bytes 8.00 GiB", "bf16_flops 150 GFLOP/s", "network unknown"):
         assert shown in table
 
 
-def test_the_command_measures_what_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[Any] = []
-
-    def measure(ranks: int | None, disks: list[str]) -> Measurement:
-        asked.append((ranks, disks))
-        return MEASUREMENT
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("dzero.cli.machine.measured", measure)
-    for arguments in (["--ranks", "2"], ["--ranks", "2", "--measure", "--disk", str(tmp_path)]):
-        monkeypatch.setattr(sys, "argv", ["dzero", "hardware", *arguments])
-        command.main()
-    assert asked == [(2, ["."]), (2, [str(tmp_path)])]
-    assert "measuring" in capsys.readouterr().err
-
-
-def test_figures_of_one_disk_are_not_shown_for_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_of_one_disk_are_not_shown_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two disks of different speeds: each has figures of its own, which its folders share."""
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     for folder in (fast / "a", fast / "b", slow):
@@ -170,11 +123,9 @@ def test_figures_of_one_disk_are_not_shown_for_another(
         for rank in range(workers):
             (folder / f"{rank}.json").write_bytes(msgspec.json.encode(figures))
 
-    def told(*disks: Path) -> str:
-        words = ["dzero", "hardware", "--ranks", "2", "--disk", *map(str, disks)]
-        monkeypatch.setattr(sys, "argv", words)
-        command.main()
-        (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("disk_read:"))
+    def told(*disks: Path, more: Sequence[str] = ()) -> str:
+        found = command("hardware", "--ranks", "2", *more, "--disk", *disks)
+        (row,) = (line for line in found.stdout.splitlines() if line.startswith("disk_read:"))
         return row
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -184,6 +135,8 @@ def test_figures_of_one_disk_are_not_shown_for_another(
     assert told(slow) == "disk_read: 1.00e9"
     assert told(fast / "b") == "disk_read: 4.00e9"
     assert measuring == [[str(fast)], [str(slow)]]
+    assert told(slow, more=["--measure"]) == "disk_read: 1.00e9"
+    assert measuring.pop() == [str(slow)]  # again, because it was asked for
     assert told(slow, fast / "a", fast / "b") == "disk_read: 5.00e9"  # together, each disk once
     assert sorted(measuring.pop()) == sorted(reads)
     assert told(fast, slow) == "disk_read: 5.00e9"
@@ -193,20 +146,10 @@ def test_figures_of_one_disk_are_not_shown_for_another(
         assert hardware_of(run_of(*words)).disk_read == rate
 
 
-def test_a_scratch_path_that_the_run_will_make_is_measured_where_it_will_be(tmp_path: Path) -> None:
-    paths = [tmp_path, tmp_path / "made", tmp_path / "missing" / "made"]
-    config = run_of("offload=disk", f"offload.disk.paths=[{','.join(map(str, paths))}]")
-    assert scratch_folders(config) == [str(tmp_path), str(tmp_path), str(tmp_path / "missing")]
-    with pytest.raises(DiskError, match="must be a directory that exists"):
-        hardware_of(replace(config, launch=replace(config.launch, workers=7)))
-
-
 def test_torchruns_ranks_do_not_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match=r"without torchrun, python -m dzero hardware$"):
-        measured(2)
     with pytest.raises(RunError, match=r"of /.*, is not measured.* hardware --disk '/a b' \.\."):
         measured(2, ["/a b", ".."])
 
@@ -258,29 +201,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/dzero" / KEY.file
 
 
-def test_what_is_stored_is_read_back(place: Path) -> None:
+def test_what_is_stored_is_read_back_and_private(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measurement_cache.load(KEY) is None
-    assert measurement_cache.store(MEASUREMENT) == place
-    assert measurement_cache.load(KEY) == MEASUREMENT
-    for other in (replace(KEY, ranks=4), replace(KEY, torch="2.14"), replace(KEY, cpu="slide rule")):
-        assert measurement_cache.load(other) is None
-
-
-def test_it_is_private_and_alone(place: Path) -> None:
     before = os.umask(0)
     try:
-        measurement_cache.store(MEASUREMENT)
+        assert measurement_cache.store(MEASUREMENT) == place
     finally:
         os.umask(before)
-    assert stat.S_IMODE(place.stat().st_mode) == 0o600
-    assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    assert measurement_cache.load(KEY) == MEASUREMENT
+    for other in (replace(KEY, ranks=4), replace(KEY, torch="1.0"), replace(KEY, cpu="slide rule")):
+        assert measurement_cache.load(other) is None
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (place, place.parent)]
+    assert modes == [0o600, 0o700]
     assert [file.name for file in place.parent.iterdir()] == [KEY.file]
-
-
-def test_without_a_setting_it_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert measurement_cache.folder() == tmp_path / ".cache/dzero"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert measurement_cache.folder() == Path("/home/somebody/.cache/dzero")
 
 
 def test_a_write_that_fails_leaves_the_old_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,108 +253,82 @@ def test_what_is_damaged_is_told_and_replaced(place: Path, old: bytes, new: byte
     assert measurement_cache.load(KEY) == MEASUREMENT
 
 
-def test_a_link_is_not_followed_but_replaced(place: Path, tmp_path: Path) -> None:
+def test_only_a_small_regular_file_is_read_and_no_link_followed(place: Path, tmp_path: Path) -> None:
     measurement_cache.store(MEASUREMENT)
-    other = tmp_path / "other.json"
-    place.rename(other)
-    place.symlink_to(other)
+    other = place.rename(tmp_path / "other.json")
     before = other.read_bytes()
+    place.symlink_to(other)
     with pytest.raises(DamagedCache, match="a symbolic link, which is not followed"):
         measurement_cache.load(KEY)
     measurement_cache.store(replace(MEASUREMENT, hardware=replace(HARDWARE, node_link=1.0)))
     assert other.read_bytes() == before
     assert not place.is_symlink()
-
-
-def test_a_linked_folder_is_refused(place: Path, tmp_path: Path) -> None:
-    place.parent.parent.mkdir()
-    place.parent.symlink_to(tmp_path)
+    place.write_bytes(b" " * (measurement_cache.MOST_BYTES + 1))
+    with pytest.raises(DamagedCache, match="not a small file"):
+        measurement_cache.load(KEY)
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(DamagedCache, match="not a small file of this user"):
+        measurement_cache.load(KEY)
+    place.parent.rename(tmp_path / "elsewhere")
+    place.parent.symlink_to(tmp_path / "elsewhere")
     for use in (lambda: measurement_cache.load(KEY), lambda: measurement_cache.store(MEASUREMENT)):
         with pytest.raises(DiskError, match="a symbolic link is not followed"):
             use()
 
 
-def test_only_a_small_regular_file_is_read(place: Path) -> None:
-    place.parent.mkdir(parents=True)
-    os.mkfifo(place)
-    with pytest.raises(DamagedCache, match="not a small file of this user"):
-        measurement_cache.load(KEY)
-    place.unlink()
-    place.write_bytes(b" " * (measurement_cache.MOST_BYTES + 1))
-    with pytest.raises(DamagedCache, match="not a small file"):
-        measurement_cache.load(KEY)
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+PEAKS = [  # of dense products, by exact name; in TFLOP/s
+    ("NVIDIA H100 80GB HBM3", BF16, False, 989.4),
+    ("NVIDIA H100 PCIe", BF16, False, 756.5),
+    ("NVIDIA H100 80GB HBM3", FP8, False, 1978.9),
+    ("NVIDIA A100-SXM4-80GB", FP8, False, None),
+    ("NVIDIA A100-SXM4-80GB", FP32, True, 156),
+    ("NVIDIA A100-SXM4-80GB", FP32, False, 19.5),
+    ("Tesla V100-SXM2-32GB", FP32, True, 15.7),  # it has no TF32
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", BF16, False, None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", BF16, False, None),
+    ("NVIDIA H20", BF16, False, None),
+    ("Tesla V100-SXM2-16GB", BF16, False, None),
+    ("NVIDIA H200", torch.int64, False, None),
+]
 
 
-def test_peaks_are_dense_and_by_exact_name() -> None:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    assert hardware.peak_flops_of("NVIDIA H100 80GB HBM3", bf16) == pytest.approx(989.4e12)
-    assert hardware.peak_flops_of("NVIDIA H100 PCIe", bf16) == pytest.approx(756.5e12)
-    assert hardware.peak_flops_of("NVIDIA H100 80GB HBM3", torch.float8_e4m3fn) == pytest.approx(1978.9e12)
-    assert hardware.peak_flops_of("NVIDIA A100-SXM4-80GB", torch.float8_e4m3fn) is None
-    assert hardware.peak_flops_of("NVIDIA A100-SXM4-80GB", fp32, tf32=True) == pytest.approx(156e12)
-    assert hardware.peak_flops_of("NVIDIA A100-SXM4-80GB", fp32) == pytest.approx(19.5e12)
-    assert hardware.peak_flops_of("Tesla V100-SXM2-32GB", fp32, tf32=True) == pytest.approx(15.7e12)  # it has no TF32
+def test_a_device_has_the_peaks_that_are_listed_for_its_exact_name() -> None:
+    for name, dtype, tf32, peak in PEAKS:
+        found = hardware.peak_flops_of(name, dtype, tf32=tf32)
+        assert found == (peak and pytest.approx(peak * 1e12)), (name, dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "card"),
-    {
-        "v100_32g": "Tesla V100-SXM2-32GB",
-        "dgx2_v100": "Tesla V100-SXM2-32GB",
-        "a100_40g": "NVIDIA A100-SXM4-40GB",
-        "a100_80g": "NVIDIA A100-SXM4-80GB",
-        "h100_80g": "NVIDIA H100 80GB HBM3",
-        "h200_141g": "NVIDIA H200",
-        "b200": "NVIDIA B200",
-        "rtx4090": "NVIDIA GeForce RTX 4090",
-        "rtx5090": "NVIDIA GeForce RTX 5090",
-    }.items(),
-)
-def test_a_nodes_peaks_are_those_that_training_is_measured_against(name: str, card: str) -> None:
-    node = run_of(f"hardware={name}").hardware
-    figures = {torch.bfloat16: node.bf16_flops, torch.float16: node.fp16_flops, torch.float32: node.fp32_flops}
-    figures[torch.float8_e4m3fn] = node.fp8_flops
-    for dtype, given in figures.items():
-        assert hardware.peak_flops_of(card, dtype) == (given and pytest.approx(given)), dtype
+CARDS = {
+    "v100_32g": "Tesla V100-SXM2-32GB",
+    "dgx2_v100": "Tesla V100-SXM2-32GB",
+    "a100_40g": "NVIDIA A100-SXM4-40GB",
+    "a100_80g": "NVIDIA A100-SXM4-80GB",
+    "h100_80g": "NVIDIA H100 80GB HBM3",
+    "h200_141g": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "rtx5090": "NVIDIA GeForce RTX 5090",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
-        ("NVIDIA H20", torch.bfloat16),
-        ("abacus", torch.bfloat16),
-        ("Tesla V100-SXM2-16GB", torch.bfloat16),
-        ("NVIDIA H200", torch.int64),
-    ],
-)
-def test_a_device_that_is_not_listed_or_has_no_units_for_a_dtype_has_no_peak(name: str, dtype: torch.dtype) -> None:
-    assert hardware.peak_flops_of(name, dtype) is None
+def test_the_peaks_of_a_node_are_those_that_training_is_measured_against() -> None:
+    for name, card in CARDS.items():
+        node = run_of(f"hardware={name}").hardware
+        for dtype, peak in ((BF16, node.bf16_flops), (torch.float16, node.fp16_flops), (FP32, node.fp32_flops)):
+            assert hardware.peak_flops_of(card, dtype) == (peak and pytest.approx(peak)), (name, dtype)
+        assert hardware.peak_flops_of(card, FP8) == (node.fp8_flops and pytest.approx(node.fp8_flops)), name
 
 
-@pytest.mark.parametrize(
-    ("told", "shown"),
-    [
-        (hardware.format_bytes(0), "0 B"),
-        (hardware.format_bytes(1536), "1.50 KiB"),
-        (hardware.format_bytes(1023.9 * 2**20), "1.00 GiB"),
-        (hardware.format_bytes(141 * GIB), "141 GiB"),
-        (hardware.format_bytes(9.999 * GIB), "10.0 GiB"),
-        (hardware.format_bytes(5000 * 2**50), "5000 PiB"),
-        (hardware.format_count(7), "7"),
-        (hardware.format_count(999.7), "1.00 k"),
-        (hardware.format_count(8.03e9), "8.03 G"),
-        (hardware.format_seconds(0.0000025), "2.50 µs"),
-        (hardware.format_seconds(59.7), "1:00"),
-        (hardware.format_seconds(3723), "1:02:03"),
-        (age(3), "just now"),
-        (age(90_000), "25:00:00 ago"),
-        (age(260_000), "3 days ago"),
-    ],
-)
-def test_numbers_are_shown_with_three_digits(told: str, shown: str) -> None:
-    assert told == shown
+def test_numbers_are_shown_with_three_digits() -> None:
+    of_bytes = {0: "0 B", 1536: "1.50 KiB", 1023.9 * 2**20: "1.00 GiB", 9.999 * GIB: "10.0 GiB", 2**63: "8192 PiB"}
+    assert [hardware.format_bytes(count) for count in of_bytes] == [*of_bytes.values()]
+    counts = {7: "7", 999.7: "1.00 k", 8.03e9: "8.03 G"}
+    assert [hardware.format_count(count) for count in counts] == [*counts.values()]
+    seconds = {0.0000025: "2.50 µs", 59.7: "1:00", 3723: "1:02:03"}
+    assert [hardware.format_seconds(each) for each in seconds] == [*seconds.values()]
+    assert [age(3), age(90_000), age(260_000)] == ["just now", "25:00:00 ago", "3 days ago"]
 
 
 def machine(root: Path, cgroup: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -443,22 +353,16 @@ def test_host_memory_is_the_tightest_enclosing_limit(tmp_path: Path) -> None:
 
 
 def test_cores_are_bounded_by_affinity_and_quota(tmp_path: Path) -> None:
-    affinity = len(os.sched_getaffinity(0))
-    one = machine(tmp_path / "v2", "0::/a\n", {"a/cpu.max": "150000 100000\n"})
-    assert hardware.available_cores(*one) == 1
-    half = machine(tmp_path / "half", "0::/\n", {"cpu.max": "50000 100000\n"})
-    assert hardware.available_cores(*half) == 1
     v1 = {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}
+    unlimited = v1 | {"cpu/cpu.cfs_quota_us": "-1\n"}
+    assert hardware.available_cores(*machine(tmp_path / "v2", "0::/a\n", {"a/cpu.max": "150000 100000\n"})) == 1
+    assert hardware.available_cores(*machine(tmp_path / "half", "0::/\n", {"cpu.max": "50000 100000\n"})) == 1
     assert hardware.available_cores(*machine(tmp_path / "v1", "1:cpu,cpuacct:/\n", v1)) == 1
-    free = machine(
-        tmp_path / "free", "1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
-    )
-    assert hardware.available_cores(*free) == affinity
+    affinity = len(os.sched_getaffinity(0))
+    assert hardware.available_cores(*machine(tmp_path / "free", "1:cpu:/\n", unlimited)) == affinity
 
 
-def test_cores_are_shared_among_the_ranks_of_a_host_node_by_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_host_share_its_cores_node_by_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node, cores in enumerate(["0-1,4-5", "2-3,6-7"]):
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -472,17 +376,11 @@ def test_cores_are_shared_among_the_ranks_of_a_host_node_by_node(
 
 
 def test_what_is_available_is_the_least_that_any_limit_leaves(tmp_path: Path) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable:   50 kB\n")
-    (tmp_path / "self/cgroup").write_text("0::/job\n")
-    job = tmp_path / "cgroup/job"
-    job.mkdir(parents=True)
-    assert hardware.host_available_bytes(tmp_path, tmp_path / "cgroup") == 50 * 1024
-    (job / "memory.max").write_text("30000\n")
-    (job / "memory.current").write_text("10000\n")
-    assert hardware.host_available_bytes(tmp_path, tmp_path / "cgroup") == 20_000
-    (job / "memory.max").write_text("max\n")
-    assert hardware.host_available_bytes(tmp_path, tmp_path / "cgroup") == 50 * 1024
+    proc, mount = machine(tmp_path, "0::/job\n", {"job/memory.current": "10000\n"})
+    (proc / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable:   50 kB\n")
+    for limit, left in (("30000", 20_000), ("max", 50 * 1024)):
+        (mount / "job/memory.max").write_text(f"{limit}\n")
+        assert hardware.host_available_bytes(proc, mount) == left
 
 
 def test_a_cpu_without_16_bit_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

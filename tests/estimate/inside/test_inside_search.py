@@ -6,10 +6,11 @@ It looks inside, because the oracle tries everything that the search may choose,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from from_words import run_of
@@ -48,30 +49,23 @@ SAME_AS_BY_TRYING = pytest.mark.full(
 
 def node(device_mib: int, host_mib: int = PLENTY, disk_mib: int = PLENTY) -> HardwareConfig:
     """One rank's part of a small node; links slow enough that what moves is seen in the pace."""
-    figures = dict.fromkeys(("host_bandwidth", "fp8_flops")) | dict.fromkeys(
-        ("bf16_flops", "fp16_flops", "fp32_flops"), 2e11
-    )
+    figures: dict[str, Any] = dict.fromkeys(("host_bandwidth", "fp8_flops", "network"))
+    figures |= dict.fromkeys(("bf16_flops", "fp16_flops", "fp32_flops"), 2e11)
+    figures |= dict.fromkeys(("host_link", "node_link"), 2e9) | dict.fromkeys(("disk_read", "disk_write"), 1e9)
+    figures |= dict.fromkeys(("memory_efficiency", "link_efficiency"), 1.0)
+    figures |= dict.fromkeys(("reserved_bytes", "operator_s"), 0)
     return replace(
         run_of("hardware=h100_80g").hardware,
         **figures,
         name="a small node",
         devices_per_node=RANKS,
         device_bytes=device_mib * MIB,
-        reserved_bytes=0,
-        efficiency=0.8,
-        memory_efficiency=1.0,
-        link_efficiency=1.0,
-        attention_flops=1e11,
-        operator_s=0.0,
-        device_bandwidth=1e13,
-        host_link=2e9,
-        node_link=2e9,
-        network=None,
-        collective_latency_s=1e-5,
         host_bytes=RANKS * host_mib * MIB,
         disk_bytes=RANKS * disk_mib * MIB,
-        disk_read=1e9,
-        disk_write=1e9,
+        efficiency=0.8,
+        attention_flops=1e11,
+        device_bandwidth=1e13,
+        collective_latency_s=1e-5,
         host_memory_bandwidth=2.8e10,
         update_elems_per_s=1e9,
     )
@@ -92,17 +86,17 @@ def taken_by(rank: int, ranks: int, runs: list[RunConfig]) -> list[MeasuredMemor
     return [taken_and_moved(run, VOCABULARY)[0] for run in runs]
 
 
-def runs_within(budgets: Sequence[tuple[int, ...]], pool: Pool, searched: Searched, folder: Path) -> list[RunConfig]:
-    """What is chosen for each budget, run on two ranks and measured."""
+@SAME_AS_BY_TRYING
+def test_what_is_chosen_runs_within_each_budget(pool: Pool, searched: Searched, tmp_path: Path) -> None:
     config, candidates, on = searched
-    hardware = [node(*budget) for budget in budgets]
+    hardware = [node(*budget) for budget in BUDGETS]
     best = [search(candidates, on(each)).best[0] for each in hardware]
-    disk = DiskConfig(paths=[str(folder)])
     runs = [with_choice(config, each.candidate.settings) for each in best]
-    runs = [
+    disk = DiskConfig(paths=[str(tmp_path)])
+    placed = [
         replace(run, offload=replace(run.offload, disk=disk)) if run.offload.moments == "disk" else run for run in runs
     ]
-    found: list[MeasuredMemory] = pool.run(taken_by, RANKS, runs, timeout_s=300)[0]
+    found: list[MeasuredMemory] = pool.run(taken_by, RANKS, placed, timeout_s=300)[0]
     for each, choice, run, took in zip(hardware, best, runs, found, strict=True):
         assert took.device_most <= each.device_bytes, run
         assert took.host <= each.share(RANKS).host_bytes, run
@@ -110,24 +104,11 @@ def runs_within(budgets: Sequence[tuple[int, ...]], pool: Pool, searched: Search
         foreseen, device = choice.forecast.memory, choice.forecast.tiers["device"]
         assert device.total_bytes - device.kinds["fragmentation"] == pytest.approx(took.device, rel=0.05), run
         assert (sum(foreseen.host.values()), sum(foreseen.disk.values())) == (took.host, took.disk), run
-    return runs
-
-
-@SAME_AS_BY_TRYING
-def test_what_is_chosen_runs_within_each_budget(pool: Pool, searched: Searched, tmp_path: Path) -> None:
-    runs = runs_within(BUDGETS, pool, searched, tmp_path)
     assert {run.zero.stage for run in runs} == {0, 1, 2, 3}
     assert {run.block.activation_checkpoint for run in runs} == {"none", "selective", "full"}
     assert {run.offload.moments for run in runs} == {"device", "host", "disk"}
     assert {run.offload.moments_fraction for run in runs} == {0.75, 1.0}
     assert {run.train.microbatch_sequences for run in runs} == {1, 2, 4}
-
-
-@pytest.mark.slow
-def test_so_it_does_on_every_budget_between(pool: Pool, searched: Searched, tmp_path: Path) -> None:
-    plenty = [(device, PLENTY) for device in (*range(5, 46, 2), 6, 8, 18)]
-    narrow = [*((device, host) for device in range(6, 21, 2) for host in (4, 6, 10)), (7, 8)]
-    assert len(runs_within([*plenty, *narrow], pool, searched, tmp_path)) == 49
 
 
 def brute(candidates: list[Candidate], subject: Subject) -> list[Fits]:

@@ -43,7 +43,10 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 def test_values_depend_on_neither_order_nor_parts(settings: dict[str, Any]) -> None:
     alone = filled(whole, **settings)
     assert same(alone, filled(lambda m: [*m.layers, m], **settings))
-    assert same(alone, filled(lambda m: [m.head, m.norm, *reversed(m.layers), m], **settings))
+    for ends_first in (["head", "norm"], ["embedding"]):  # which are tied
+        again = filled(lambda m, ends=ends_first: [*map(m.get_submodule, ends), *reversed(m.layers), m], **settings)
+        assert same(alone, again)
+        assert again.head.weight is again.embedding.weight
     assert same(alone, filled(lambda m: [*reversed([*m.modules()])], **settings))
 
 
@@ -56,13 +59,6 @@ def test_values_depend_on_the_seed_and_the_module_and_not_on_the_callers_generat
     assert same(one, filled(whole))
     assert not torch.equal(one.embedding.weight, filled(whole, seed=1).embedding.weight)
     assert not torch.equal(one.get_parameter("layers.0.ffn.up.weight"), one.get_parameter("layers.1.ffn.up.weight"))
-
-
-def test_ties_stay_ties_whichever_end_is_filled_first() -> None:
-    for first in ("head", "embedding"):
-        model = filled(lambda m, first=first: [m.get_submodule(first), m])
-        assert model.head.weight is model.embedding.weight
-        assert same(model, filled(whole))
 
 
 def test_only_the_part_is_allocated_and_what_is_not_on_meta_or_frozen_is_left_so() -> None:
@@ -157,17 +153,10 @@ def test_values_on_a_gpu_depend_on_the_seed_alone() -> None:
 IDS = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DEPTH = {"num_hidden_layers": 2, "n_layer": 2, "encoder_layers": 1, "decoder_layers": 2}
 WIDTH = {
-    "hidden_size": 64,
-    "n_embd": 64,
-    "d_model": 64,
-    "intermediate_size": 64,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size"), 64),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_routed_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
     "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "n_routed_experts": 4,
-    "num_local_experts": 4,
 }
 KEY_VALUES = {"num_key_value_heads": 2, "num_experts": 4}
 SIZES = ({**IDS, **DEPTH, **WIDTH, **KEY_VALUES}, {**IDS, **DEPTH, **WIDTH}, {**IDS, **DEPTH}, IDS, {})
