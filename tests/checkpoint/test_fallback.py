@@ -251,6 +251,7 @@ WRONG: list[tuple[tuple[str | int, ...], Any, str, str]] = [
     (("optim",), [], "state.optim", "Expected `object`, got `array`"),
     ((*GROUP, "params"), 3, "state.optim.groups[0].params", "Expected `array`"),
     (("optim", "skipped_steps"), "1", "state.optim.skipped_steps", "Expected `int`, got `str`"),
+    (("optim", "skipped_steps"), -1, "state.optim.skipped_steps", "Expected `int` >= 0"),
     (("optim", "scaler"), {"scale": 1}, "state.optim.scaler", "no scale of a loss"),
     ((*GROUP, "betas"), [5, 5], "state.optim.groups[0]: betas=[5, 5]", "pass two numbers in [0, 1)"),
     ((*GROUP, "lr"), -1.0, "state.optim.groups[0]: lr=-1.0", "pass a number that is not negative"),
@@ -265,6 +266,7 @@ WRONG: list[tuple[tuple[str | int, ...], Any, str, str]] = [
     (("extra", "config", "mesh"), [], "state.extra.config.mesh", "got `array`"),
     (("extra", "held_out"), [1.0], "state.extra.held_out", "Expected `object`, got `array`"),
     (("extra", "held_out"), {"loss": "low", "step": 1, "worse": 0}, "state.extra.held_out.loss", "got `str`"),
+    (("extra", "held_out"), {"loss": None, "step": 1, "worse": 2**60}, "state.extra.held_out.worse", "`int` <="),
     (("extra", "step_sequences"), [2], "state.extra.step_sequences", "Expected `int`"),
 ]
 """Where something is put into the state of a manifest, what, and the field and the reason that are told."""

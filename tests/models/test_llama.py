@@ -224,18 +224,20 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(scores: str, experts: int,
 def test_loads_and_the_balance_loss_count_each_microbatch_once_and_no_evaluation(recompute: str) -> None:
     """The loss is that of the last forward."""
     model: Any = decoders.in_blocks(model_of(balance="loss", balance_rate=0.5), activation_checkpoint=recompute)
+    by_bias: Any = decoders.in_blocks(model_of(), activation_checkpoint=recompute)
     tokens = torch.randint(64, (2, 9))
     for _ in range(3):
         logits = model(tokens)
         losses, loss = [layer.ffn.loss for layer in model.layers], model.balance_loss()
         assert loss is not None
-        (logits.sum() + loss).backward()
+        (logits.sum() + by_bias(tokens).sum() + loss).backward()
         assert all(layer.ffn.loss is each for layer, each in zip(model.layers, losses, strict=True))
         assert float(loss.detach()) == pytest.approx(0.5 * len(losses), rel=0.05)  # nearly alike, afresh
     with torch.no_grad():
         model(tokens)
+        by_bias(tokens)
     assert model.balance_loss() is None
-    for layer in model.layers:
+    for layer in by_bias.layers:
         assert layer.ffn.router.load.sum() == 3 * 18 * 2  # 2 experts of each token
     assert model_of(balance="none", balance_rate=None).balance_loss() is None
 

@@ -43,7 +43,7 @@ class Run:
 
     Attributes:
         replicate: Replicas of stages 1 to 3.
-        offload: Tier of gradients, masters and moments.
+        offload: Tier of gradients, masters and moments; `activations`: that of activations.
         parts: Pipeline stages on a rank.
         hf: Kind of a model of transformers, which has the values that each rank draws.
         experts: Number of experts; 0 for a dense model. forced: every token chooses one of them.
@@ -59,6 +59,7 @@ class Run:
     microbatches: int = 1
     replicate: int = 1
     offload: str = "device"
+    activations: str = "device"
     recompute: str = "none"
     attention: str = "all_gather"
     reduction: str = "auto"
@@ -136,13 +137,13 @@ def build(run: Run, optimizer: Callable[[dzero.Sharded], Any] = adamw) -> Made:
     cut = dzero.parallelize(model, mesh, how)
     decoders.in_blocks(model, activation_checkpoint=run.recompute, loss_tiles=run.loss_tiles)
     tiers: dict[str, Any] = dict.fromkeys(("grad", "master", "moments"), run.offload)
-    if run.offload == "disk":
+    if "disk" in (run.offload, run.activations):
         tiers["disk"] = dzero.DiskConfig(paths=[gettempdir()], block_bytes=8192)
     sharded = dzero.shard(
         cut,
         dzero.ZeroConfig(stage=run.stage, reduction=run.reduction, unused=run.unused),
         precision=dzero.PrecisionConfig(**run.precision),
-        offload=dzero.OffloadConfig(**tiers),
+        offload=dzero.OffloadConfig(**tiers, activations=run.activations),
         microbatches=run.microbatches,
         init=fill,
     )

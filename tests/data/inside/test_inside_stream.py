@@ -158,6 +158,7 @@ def test_a_state_of_other_data_or_settings_is_refused_and_changes_nothing() -> N
     for wrong, says in (
         ({"epoch": 0}, "lacks"),
         (state | {"position": WINDOWS}, "positions are 0 to 22"),
+        (state | {"epoch": 2**62}, "cannot stand at epoch 4611686018427387904: no run reads"),
         (stream(of="several").state_dict(), "saved over other data"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -83,6 +83,35 @@ def buffered(first: str, second: str) -> dict[str, Any]:
     return {"warnings": own, "equal": torch.equal(data, into), "direct": direct}
 
 
+def devices(first: str, second: str) -> dict[str, Any]:
+    """A store over two block devices, and what the kernel counts on each, in bytes read and written."""
+    paths, size = [first, second], 24 * MIB
+    with DiskStore(DiskConfig(paths=paths, weights=[2, 1], block_bytes=MIB), {"a": size, "b": size}) as store:
+        data, into = buffer(size), buffer(size, 0)
+        data.random_()
+        before = [moved(path) for path in paths]
+        for name in ("a", "b"):
+            store.write(name, data).result()
+        written = [moved(path) for path in paths]
+        for name in ("a", "b"):
+            into.zero_()
+            store.read(name, into).result()
+        read = [moved(path) for path in paths]
+        return {
+            "equal": torch.equal(data, into),
+            "written": [b[1] - a[1] for a, b in zip(before, written, strict=True)],
+            "read": [b[0] - a[0] for a, b in zip(written, read, strict=True)],
+            "told": store.describe(),
+        }
+
+
+def moved(path: str) -> tuple[int, int]:
+    """Bytes that were read from the block device of `path`, and written to it."""
+    device = os.stat(path).st_dev
+    fields = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
+    return int(fields[2]) * 512, int(fields[6]) * 512
+
+
 def write_forever(path: str) -> dict[str, Any]:
     """Until it is killed."""
     store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 32 * MIB})
@@ -108,5 +137,5 @@ def forked(path: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cases = {case.__name__: case for case in (mounted, write_forever, forked)}
+    cases = {case.__name__: case for case in (mounted, devices, write_forever, forked)}
     print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])), flush=True)
