@@ -17,6 +17,11 @@ from pool import Pool
 warm_python.use()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers take files in their order: by their number of tests, files of a few long tests would come last."""
+    config.option.loadscopereorder = False  # pytest-xdist's
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """gloo workers for the whole session: `pool.run(fn, ranks, *args)` gives the results in rank order."""

@@ -77,7 +77,7 @@ def run(rank: int, ranks: int, page: str, code: str) -> None:
         exec("import torch, dzero\n" + code, known)  # noqa: S102 (our own pages)
 
 
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize(("page", "line", "code"), blocks("python"), ids=lambda each: str(each)[:40].split("\n")[0])
 def test_a_block_of_python_runs(pool: Pool, page: str, line: int, code: str) -> None:
     pool.run(run, 2, page, code)

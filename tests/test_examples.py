@@ -42,7 +42,7 @@ def losses_in(told: str) -> list[float]:
     return [float(line.split("loss ")[1].split(",")[0]) for line in told.splitlines() if "loss " in line]
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_runs_and_learns(pool: Pool, script: str, tmp_path: Path) -> None:
     assert (EXAMPLES / script).read_text().count("\n") <= MOST_LINES

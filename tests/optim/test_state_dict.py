@@ -87,7 +87,7 @@ CHECKPOINTS = [
 ]
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(("rule", "kwargs", "worlds"), CHECKPOINTS, ids=str)
 def test_dcp_files_load_exactly_into_another_world_size_and_go_on_in_the_same(
     pool: Pool, tmp_path: Path, rule: str, kwargs: dict[str, Any], worlds: tuple[int, int]

@@ -121,7 +121,7 @@ WAYS = {
     "llama, zero bubble": f"llama 2 sgd mesh.pp=2 mesh.pp_schedule=zero_bubble {PARTS}",
 }
 """The kind of model, ranks, the rule, and settings."""
-DEFAULT = ("2 ranks", "tensor", "norms of rows, on the host")
+DEFAULT = ("tensor", "norms of rows, on the host")
 STEP_TEST = "tests/trainer/test_lora.py::test_steps_and_folders_are_those_of_plain_peft"
 
 

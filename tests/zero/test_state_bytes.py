@@ -23,6 +23,7 @@ CELLS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_bytes_of_states_in_a_step_and_between_steps_are_the_formulas(cell: dict[str, Any]) -> None:
     """Of a net that ranks cut evenly; of others: tests/test_recorded.py."""

@@ -202,7 +202,7 @@ PIPELINE = "mesh.pp=2 zero.stage=3 precision=fp32 train.accumulate=2"
 EXPERTS = "model=tiny_moe mesh.ep=2 zero.stage=3 precision=fp32"
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("line", "rung", "ranks"),
     [
