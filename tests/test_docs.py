@@ -107,6 +107,11 @@ def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
     (to_verify if verified else run_of)(*words)
 
 
+def test_the_pages_have_blocks_and_commands() -> None:
+    assert len(blocks("python")) > 10
+    assert len(commands()) > 20
+
+
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
 LINK = re.compile(r"```.*?```|`[^`\n]*`|\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", re.DOTALL)
 """A link to a file or to a heading; or code, in which there are none."""

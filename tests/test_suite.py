@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
 OUTSIDE = {"dzero", "dzero.testing", "dzero.integrations.accelerate", "dzero.integrations.transformers"}
 """What the documentation tells users to import."""
-MOST_INSIDE, MOST_LINES = 60, 43_500
+MOST_INSIDE, MOST_LINES = 60, 44_000
 LEFT_OUT = ("full", "slow", "gpu")
 
 

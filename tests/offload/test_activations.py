@@ -132,7 +132,6 @@ RUNS: dict[str, tuple[int, OffloadConfig | str, dict[str, Any]]] = {
     "compiled": (1, ALONE, {"compiled": True}),
 }
 """Ranks; what is elsewhere than on the device, or the tier of states beside activations on disk; and how it is cut."""
-COMPILED = pytest.param("compiled", marks=pytest.mark.slow)
 DELAYED = ("host, 4 microbatches", "host, with states", "disk", "disk, with states on the host")
 
 

@@ -151,6 +151,25 @@ def test_another_order_of_units_changes_no_bit(pool: Pool, tmp_path: Path, ranks
     has_the_bits_of_the_device(pool, reordered, ranks, everything(tmp_path, prefetch_units=prefetch))
 
 
+def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str, left_out: str) -> dict[str, Tensor]:
+    """An optimizer of some parameters; the others stay as they are."""
+    sharded = sharded_net("even", stage=3, offload=offload, param=param)
+    left = [shape.name for unit in sharded.shapes if left_out == unit.name for shape in unit.params]
+    named = sharded.named_params().items()
+    optim = AdamW(sharded, [p for name, p in named if name.endswith("weight") and name not in left], lr=1e-2)
+    train(sharded, optim, steps=2)
+    return end_of(sharded, optim)
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("left_out", ["layers.0", "no unit", "layers.2", "root"])
+@pytest.mark.parametrize("param", ["bf16", "fp32"])
+def test_an_optimizer_of_some_parameters_leaves_the_others_alone(
+    pool: Pool, tmp_path: Path, param: str, left_out: str
+) -> None:
+    has_the_bits_of_the_device(pool, partly, 2, everything(tmp_path), param, left_out)
+
+
 def without_some(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, Tensor]:
     """Steps in which parameters of a unit get no gradient, or are in no group yet; one step is skipped."""
     sharded = sharded_net("even", stage=3, offload=offload)

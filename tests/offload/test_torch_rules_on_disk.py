@@ -142,6 +142,32 @@ def test_states_on_disk_are_read_and_written_through_state_dicts(pool: Pool, tmp
     assert pool.run(seen, 2, str(tmp_path)) == [([], True)] * 2
 
 
+def later(rank: int, ranks: int, path: str) -> list[str]:
+    """Groups: some parameters in none (fp32 masters on disk are the parameters), one added after two steps."""
+    ends = []
+    disk = DiskConfig(paths=[path], block_bytes=8192)
+    for offload in (None, OffloadConfig(**DISK | {"param": "disk"}, disk=disk)):
+        sharded = sharded_net("uneven", stage=3, param="fp32", offload=offload)
+        first, *rest = sharded.named_params().values()
+        optim = TorchOptimizer(sharded, torch.optim.SGD, rest[:3], lr=0.05, momentum=0.9)
+        train(sharded, optim, "uneven", steps=2)
+        optim.add_param_group({"params": [first, *rest[3:6]], "lr": 0.01, "momentum": 0.0})
+        train(sharded, optim, "uneven", steps=2)
+        optim.synchronize()
+        ends.append(params_of(sharded) | snapshot(sharded, optim))
+        del optim
+        again = TorchOptimizer(sharded, torch.optim.Adam, lr=1e-3)
+        train(sharded, again, "uneven", steps=2)
+        again.synchronize()
+        ends[-1] |= {f"then {key}": value for key, value in params_of(sharded).items()}
+    return unequal(*ends)
+
+
+@pytest.mark.full(SAME)
+def test_groups_may_be_partial_and_come_later(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(later, 2, str(tmp_path)) == [[], []]
+
+
 class Lookahead(torch.optim.SGD):
     """Keeps the first values of each parameter, from the moment it is made."""
 

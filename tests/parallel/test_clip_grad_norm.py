@@ -197,7 +197,8 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks(pool: Pool) -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_seen_by_ranks_without_it(pool: Pool) -> None:
-    check(pool, [Clipped(mesh="dp3", norm_type=each, poison=poison) for poison, each in POISONED[::3]])
+    first = [(math.nan, 2.0), (math.inf, 2.0), (math.inf, math.inf)]
+    check(pool, [Clipped(mesh="dp3", norm_type=each, poison=poison) for poison, each in first])
 
 
 @pytest.mark.full("tests/parallel/test_clip_grad_norm.py::test_gradients_are_clipped_by_the_norm_of_all_ranks")

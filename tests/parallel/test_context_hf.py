@@ -169,6 +169,27 @@ def test_loss_and_gradients_are_those_of_whole_sequences_for_every_attention(poo
     check(pool, ranks, cases)
 
 
+def sharded(rank: int, ranks: int, stages: list[int]) -> list[float]:
+    """Loss of packed sequences, summed over the ranks, by the model itself in a loop of one's own."""
+    found = []
+    for stage in stages:
+        mesh = dzero.make_mesh("cpu", replicate=ranks if stage == 0 else 1)
+        cut = dzero.parallelize(model_of("mistral"), mesh, dzero.ParallelConfig(cp=ranks))
+        made = dzero.shard(cut, stage=stage, precision="fp32")
+        assert made.context is not None
+        tokens, targets = (made.context.part(each) for each in drawn())
+        with made.microbatch(is_last=True):
+            loss = loss_of(made.model, tokens, targets, positions_of(packed=True))
+            loss.backward()
+        found.append(summed(loss))
+    return found
+
+
+def test_a_loop_of_ones_own_gives_parts_and_whole_positions(pool: Pool) -> None:
+    want, _ = whole("mistral", packed=True)
+    assert pool.run(sharded, 2, [0, 3]) == [pytest.approx([want, want], rel=LOSS)] * 2
+
+
 ROTARY = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, "does not leave its attention to kernels without masks"),

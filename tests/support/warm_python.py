@@ -42,22 +42,40 @@ class Popen(PLAIN):  # type: ignore[type-arg]
 
     _socket: socket.socket | None = None
 
-    def _execute_child(self, *given: Any) -> None:
-        args, executable, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = given[:16]
-        p2cread, _, _, c2pwrite, _, errwrite = pipes
-        start_new_session = given[-2]
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        startupinfo: Any,
+        creationflags: Any,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *rest: Any,
+    ) -> None:
         words = None if shell or isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
         environ = dict(os.environ if env is None else env)
+        pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         if preexec_fn is None and executable is None and is_plain(words, environ):
             assert words is not None
             folder = os.getcwd() if cwd is None else os.fspath(cwd)
-            request = {"words": words[1:], "cwd": folder, "env": environ, "session": bool(start_new_session)}
-            files = [own if file == -1 else file for own, file in enumerate((p2cread, c2pwrite, errwrite))]
+            request = {"words": words[1:], "cwd": folder, "env": environ, "session": bool(rest[-2])}
+            files = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
             if os.path.isdir(folder) and self._start(request, files, [*pass_fds]):
                 self._child_created = True
                 self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
                 return
-        super()._execute_child(*given)  # type: ignore[misc]
+        given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+        super()._execute_child(*given, *pipes, *rest)  # type: ignore[misc]
 
     def _start(self, request: dict[str, Any], files: list[int], pass_fds: list[int]) -> bool:
         """Start it warm, and say whether that was possible."""

@@ -18,7 +18,6 @@ from fake_ranks import fake_ranks
 from live_tensors import live_bytes
 from parity_cells import whole
 from pool import Pool
-from small_decoders import loss_fn
 from torch import Tensor, nn
 
 from dzero import (
@@ -37,6 +36,8 @@ from dzero import (
 WIDTH, HIDDEN, RANK, VOCAB, BLOCKS = 64, 192, 3, 40, 3
 STEPS, SAMPLES = 4, 4
 ODD = 37
+PER_BLOCK = {"int8": 66, "nf4": 34}
+"""Bytes of 64 elements: a code of 8 or 4 bits each, and a scale of 2 bytes."""
 
 
 class Block(nn.Module):
@@ -83,6 +84,10 @@ def batches() -> list[Tensor]:
     return [torch.randint(VOCAB, (SAMPLES, 9), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
 
 
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 def oracle(decoded: dict[str, Tensor]) -> dict[str, Any]:
     """Plain torch in one process, whose weights begin with the values that the quantized ones stand for."""
     model = net()
@@ -91,7 +96,7 @@ def oracle(decoded: dict[str, Tensor]) -> dict[str, Any]:
     losses = []
     for tokens in batches():
         optim.zero_grad()
-        loss = loss_fn(model, tokens)
+        loss = loss_of(model, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         optim.step()
         losses.append(loss.item())
@@ -110,7 +115,7 @@ def train(sharded: Sharded, optim: AdamW, steps: list[Tensor]) -> list[float]:
     """Steps on this rank's part of the batches; the losses of all ranks."""
     losses, rank, ranks = [], dist.get_rank(), dist.get_world_size()
     for tokens in steps:
-        loss = loss_fn(sharded.model, tokens.chunk(ranks)[rank])
+        loss = loss_of(sharded.model, tokens.chunk(ranks)[rank])
         loss.backward()  # type: ignore[no-untyped-call]
         optim.step()
         optim.zero_grad()
@@ -120,11 +125,14 @@ def train(sharded: Sharded, optim: AdamW, steps: list[Tensor]) -> list[float]:
     return losses
 
 
-def trained(rank: int, ranks: int, kind: str, offloads: list[OffloadConfig]) -> list[dict[str, Any]]:
+Settings = tuple[int, OffloadConfig | None]
+
+
+def trained(rank: int, ranks: int, kind: str, cells: list[Settings]) -> list[dict[str, Any]]:
     """Losses of all steps, and whole weights before and after them."""
     found = []
-    for offload in offloads:
-        sharded = sharded_net(3, kind, offload)
+    for stage, offload in cells:
+        sharded = sharded_net(stage, kind, offload)
         optim, decoded = AdamW(sharded, lr=1e-2, weight_decay=0.0), wholes(sharded)
         losses = train(sharded, optim, batches())
         optim.synchronize()
@@ -132,47 +140,106 @@ def trained(rank: int, ranks: int, kind: str, offloads: list[OffloadConfig]) -> 
     return found
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_steps_are_those_of_plain_torch(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """On the device, and with all else on the host and frozen weights on disk, which changes no bit."""
-    away = dict.fromkeys(("param", "grad", "master", "moments"), "host")
-    disk = DiskConfig(paths=[str(tmp_path)], block_bytes=4096)
-    offloads = [OffloadConfig(), OffloadConfig(**away, frozen="disk", disk=disk)]
-    found = pool.run(trained, 2, kind, offloads)[0]
+def every_tier(folder: Path) -> list[OffloadConfig]:
+    disk = DiskConfig(paths=[str(folder)], block_bytes=4096)
+    every = dict.fromkeys(("param", "grad", "master", "moments"), "host")
+    return [
+        OffloadConfig(**every, frozen="disk", disk=disk),
+        OffloadConfig(frozen="host"),
+        OffloadConfig(frozen="disk", disk=disk),
+        OffloadConfig(**every),
+        OffloadConfig(**every, frozen="device"),
+        OffloadConfig(**dict.fromkeys(every, "disk"), frozen="host", disk=disk),
+        OffloadConfig(**dict.fromkeys(every, "disk"), disk=disk),
+    ]
+
+
+def check(found: list[dict[str, Any]], kind: str) -> None:
+    """Runs of one number of ranks: they agree with plain torch, and with each other to the bit."""
     want, model = oracle(found[0]["decoded"]), dict(net().named_parameters())
     changed = {name for name, param in model.items() if not torch.equal(param, found[0]["decoded"][name])}
-    assert changed == QUANTIZED
+    assert changed == (QUANTIZED if kind != "param" else set())
     for each in found:
         assert each["losses"] == pytest.approx(want["losses"], rel=1e-6)  # fp32, sums in another order
-        assert each["losses"] == found[0]["losses"]
         for name, param in want["params"].items():
-            assert torch.equal(each["params"][name], found[0]["params"][name]), name
             if model[name].requires_grad:
                 torch.testing.assert_close(each["params"][name], param, rtol=0, atol=1e-6)
             else:
                 assert torch.equal(each["params"][name], param), name
+        assert each["losses"] == found[0]["losses"], "all stages and tiers have the same bits"
+        assert all(torch.equal(param, found[0]["params"][name]) for name, param in each["params"].items())
 
 
-def test_frozen_weights_on_the_host_take_nothing_of_the_device_and_are_freed_after_use() -> None:
-    """Of how many bytes they are: tests/trainer/test_lora.py."""
-    with fake_ranks(2, rank=1):
-        sharded = sharded_net(3, "nf4", OffloadConfig(frozen="host"), "bf16")
+@pytest.mark.parametrize("kind", ["param", "nf4"])
+def test_steps_are_those_of_plain_torch(pool: Pool, tmp_path: Path, kind: str) -> None:
+    cells: list[Settings] = [(3, None), (3, every_tier(tmp_path)[0])] if kind == "nf4" else [(1, None)]
+    check(pool.run(trained, 2, kind, cells)[0], kind)
+
+
+@pytest.mark.full("tests/zero/test_frozen_weights.py::test_steps_are_those_of_plain_torch")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["param", "int8", "nf4"])
+def test_steps_are_those_of_plain_torch_at_every_stage_and_tier(
+    pool: Pool, tmp_path: Path, kind: str, ranks: int
+) -> None:
+    cells: list[Settings] = [(stage, None) for stage in range(4)]
+    cells += [(3, offload) for offload in every_tier(tmp_path)] + [(0, OffloadConfig(frozen="host"))]
+    check(pool.run(trained, ranks, kind, cells)[0], kind)
+
+
+def measured(stage: int, kind: str) -> list[dict[str, Any]]:
+    """What a rank holds between steps and moves in one, and what the formulas say; on the device and on the host."""
+    found = []
+    for offload in (None, OffloadConfig(frozen="host")):
+        sharded = sharded_net(stage, kind, offload, "bf16")
         optim = AdamW(sharded)
         train(sharded, optim, batches()[:2])
         gc.collect()
         before = live_bytes()
         sharded.ledger.take()
         train(sharded, optim, batches()[2:3])
-        moved, theory = (testing.by_phase(each) for each in (sharded.ledger.take(), testing.expected_traffic(sharded)))
-        assert moved["unshard"] == theory["unshard"]
-        assert live_bytes() == before
-        assert optim.state_bytes()["frozen"] == 0
-        assert testing.bytes_on_tiers(optim)["host"] >= testing.resting_bytes(sharded)["frozen"] > 0
+        moved = {entry: each for entry, each in sharded.ledger.take().items() if entry.phase == "unshard"}
+        theory = {entry: each for entry, each in testing.expected_traffic(sharded).items() if entry.phase == "unshard"}
+        held, foreseen, host = (
+            optim.state_bytes(),
+            testing.resting_bytes(sharded),
+            testing.bytes_on_tiers(optim)["host"],
+        )
+        told = {"held": held, "foreseen": foreseen, "host": host, "moved": moved, "theory": theory}
+        found.append({**told, "left": live_bytes() - before, "shown": repr(sharded)})
+    return found
 
 
-def resumed(rank: int, ranks: int, stage: int, folder: Path, first: int, last: int) -> dict[str, Any]:
-    sharded = sharded_net(stage, "nf4")
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize(("stage", "kind"), [(3, "nf4"), (0, "int8"), (3, "int8"), (0, "nf4")])
+def test_a_rank_holds_and_sends_the_bytes_of_the_formula(stage: int, kind: str) -> None:
+    def stored_bytes(rows: int, elems: int) -> int:
+        return rows * elems // 64 * PER_BLOCK[kind]
+
+    ranks = 2 if stage == 3 else 1
+    odd = -(-ODD // ranks)
+    quantized = BLOCKS * (
+        stored_bytes(HIDDEN // ranks, WIDTH) + stored_bytes(WIDTH // ranks, HIDDEN) + stored_bytes(odd, WIDTH)
+    )
+    narrow, biases = WIDTH * ODD, HIDDEN + WIDTH
+    others = 2 * (2 * VOCAB * WIDTH + BLOCKS * (narrow + biases + 2 * WIDTH)) // ranks
+    trained = BLOCKS * WIDTH * 2 * RANK
+    padded = BLOCKS * WIDTH // 2 if stage == 3 else 0  # the 3 rows of an `a` on 2 ranks are padded to 4
+    with fake_ranks(2, rank=1):
+        on_device, on_host = measured(stage, kind)
+    frozen = on_device["foreseen"]["frozen"]
+    assert frozen == on_host["foreseen"]["frozen"] == quantized + others
+    assert (on_device["held"]["frozen"], on_host["held"]["frozen"]) == (frozen, 0)
+    assert (on_device["host"], on_host["host"] >= frozen) == (0, True)
+    for found in (on_device, on_host):
+        assert found["held"]["param"] == found["foreseen"]["param"] == 2 * (trained // ranks + padded)
+        assert found["moved"] == found["theory"]
+        assert found["left"] == 0, "decoded weights are freed after use"
+        assert kind in found["shown"]
+
+
+def resumed(rank: int, ranks: int, stage: int, kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
+    sharded = sharded_net(stage, kind)
     decoded = wholes(sharded)
     if first:  # other values, which the checkpoint's replace
         with torch.no_grad():
@@ -187,17 +254,19 @@ def resumed(rank: int, ranks: int, stage: int, folder: Path, first: int, last: i
     return {"losses": losses, "decoded": decoded, "params": wholes(sharded)}
 
 
-def test_a_checkpoint_gives_back_the_same_bytes_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
-    first = pool.run(resumed, 2, 3, tmp_path, 0, 2)[0]
-    second = pool.run(resumed, 1, 0, tmp_path, 2, 4)[0]
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_checkpoint_gives_back_the_same_bytes_on_other_ranks(pool: Pool, tmp_path: Path, kind: str) -> None:
+    first = pool.run(resumed, 2, 3, kind, tmp_path, 0, 2)[0]
+    second = pool.run(resumed, 1, 0, kind, tmp_path, 2, 4)[0]
     assert [*first["losses"], *second["losses"]] == pytest.approx(oracle(first["decoded"])["losses"], rel=1e-6)
     for name in QUANTIZED:
         assert torch.equal(second["params"][name], first["decoded"][name])
 
 
-def written(rank: int, ranks: int) -> None:
+def written(rank: int, ranks: int, tier: str) -> None:
     """Other values, as a state dict and by hand; what is held of them is what a model with those values holds."""
-    sharded = sharded_net(3, "nf4", OffloadConfig(frozen="host"))
+    sharded = sharded_net(3, "nf4", OffloadConfig(frozen=tier))
     train(sharded, AdamW(sharded), batches()[:1])
     values = {name: value.detach() * 2 for name, value in net().state_dict().items()}
     others = sharded_net(3, "param").model.state_dict()
@@ -214,11 +283,13 @@ def written(rank: int, ranks: int) -> None:
         plain = net()
         plain.load_state_dict(values)
         tokens = batches()[0]
-        torch.testing.assert_close(loss_fn(sharded.model, tokens), loss_fn(plain, tokens), rtol=1e-6, atol=0)
+        torch.testing.assert_close(loss_of(sharded.model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
 
 
-def test_weights_that_are_written_are_quantized_anew(pool: Pool) -> None:
-    pool.run(written, 2)
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_weights_that_are_written_are_quantized_anew(pool: Pool, tier: str) -> None:
+    pool.run(written, 2, tier)
 
 
 def test_weights_without_values_are_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import reference
 import small_decoders
 import torch
 from fake_ranks import fake_ranks
@@ -12,9 +14,9 @@ from parity_cells import whole
 from pool import Pool
 from training_loops import masters_of, params_of, sharded_net, train, unequal
 
-from dzero import AdamW, DiskConfig, OffloadConfig, testing
+from dzero import AdamW, DiskConfig, OffloadConfig, TorchOptimizer, ZeroConfig, testing
 
-LR, CLIP = 3e-3, 0.5
+STEPS, LR, CLIP = 5, 3e-3, 0.5
 OVER_ALL = ("replicate", "shard")
 STATES_ON_HOST = {"grad": "host", "master": "host", "moments": "host"}
 FORWARD, IN_STEP = OffloadConfig(**STATES_ON_HOST), OffloadConfig(master="host", moments="host", overlap="step")
@@ -70,6 +72,41 @@ def test_so_they_do_in_every_tier(pool: Pool, tmp_path: Any) -> None:
     assert pool.run(both, 4, str(tmp_path), len(CELLS), 3, timeout_s=400) == [[[]] * len(CELLS)] * 4
 
 
+def trained(rank: int, ranks: int, stage: int, microbatches: int, tier: str) -> dict[str, Any]:
+    sharded = sharded_net(
+        "uneven",
+        stage=stage,
+        microbatches=microbatches,
+        replicate=2,
+        optimizer_shard_axes=OVER_ALL,
+        offload=OffloadConfig(grad=tier, master=tier, moments=tier),
+        param="fp32",
+    )
+    optim = AdamW(sharded, lr=LR, max_norm=CLIP)
+    losses = train(sharded, optim, "uneven", steps=STEPS)
+    assert optim.last_decision is not None
+    optim.synchronize()
+    return {"losses": losses, "norm": optim.last_decision.norm, "params": params_of(sharded)}
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("tier", ["host", "device"])
+@pytest.mark.parametrize(("stage", "microbatches"), [(3, 2), (1, 1), (2, 1), (2, 2)])
+def test_it_trains_as_one_process_does(pool: Pool, stage: int, microbatches: int, tier: str) -> None:
+    """fp32, 5 steps: 1e-5 of every loss, of the last norm, and of each parameter's length."""
+    ranks = pool.run(trained, 4, stage, microbatches, tier)
+    drawn = small_decoders.batches("uneven", steps=STEPS, ranks=4, microbatches=microbatches)
+    want = reference.train(
+        lambda: small_decoders.build("uneven"), drawn, small_decoders.loss_fn, lrs=[LR] * STEPS, clip=CLIP
+    )
+    losses = torch.tensor([each["losses"] for each in ranks]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(want.losses), rtol=1e-5, atol=0)
+    assert ranks[0]["norm"] == pytest.approx(want.norms[-1], rel=1e-5)
+    for name, param in want.params.items():
+        assert float((ranks[0]["params"][name] - param).norm() / param.norm()) < 1e-5, name
+    assert all(unequal(each["params"], ranks[0]["params"]) == [] for each in ranks)
+
+
 def held(rank: int, net: str, **precision: str) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the states of one of 2 x 2 ranks, and those of the formula."""
     with fake_ranks(4, rank):
@@ -91,3 +128,36 @@ def test_a_rank_keeps_its_part_of_the_states_and_its_shard_of_the_parameters() -
         assert all(got[kind] <= formula[kind] for kind in got)
     assert sum(got["master"] for got, _ in ranks) == 2 * elems
     assert sum(got["moments"] for got, _ in ranks) == 8 * elems
+
+
+NAMED = "zero.optimizer_shard_axes=[replicate,shard]"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"replicate": 1}, "mesh.replicate=2 or more"),
+        ({"stage": 0}, "zero.stage=1, 2 or 3 with mesh.replicate=2 or more"),
+        ({"stage": 3, "offload": OffloadConfig(param="host", master="host")}, "offload.param=device"),
+        ({"offload": OffloadConfig(**STATES_ON_HOST, overlap="backward")}, "offload.overlap=forward"),
+        ({"offload": OffloadConfig(**STATES_ON_HOST, overlap="delayed")}, "offload.overlap=forward"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_go_with_is_refused_with_what_to_take(settings: dict[str, Any], told: str) -> None:
+    """The command line's refusals: tests/inside/test_inside_rules.py."""
+    with (
+        fake_ranks(4),
+        pytest.raises(ValueError, match=re.escape("zero.optimizer_shard_axes=[replicate,shard]")) as said,
+    ):
+        sharded_net(**({"replicate": 2, "optimizer_shard_axes": OVER_ALL} | settings))
+    assert told in str(said.value)
+
+
+def test_other_rules_and_other_axes_are_refused() -> None:
+    with fake_ranks(4):
+        sharded = sharded_net(replicate=2, optimizer_shard_axes=OVER_ALL)
+        with pytest.raises(ValueError, match=re.escape(NAMED)):
+            TorchOptimizer(sharded, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"choose \[shard\] or \[replicate,shard\]"):
+        ZeroConfig(optimizer_shard_axes=["none"])

@@ -151,7 +151,7 @@ def checked(rank: int, ranks: int, cell: dict[str, Any]) -> None:
 
 
 @pytest.mark.product(keep=2)
-@pytest.mark.parametrize(("ranks", "cell"), REALLY, ids=str)
+@pytest.mark.parametrize(("ranks", "cell"), [*REALLY, *((4, cell) for cell in CELLS[4])], ids=str)
 def test_a_step_of_real_ranks_moves_what_the_table_says(pool: Pool, ranks: int, cell: dict[str, Any]) -> None:
     pool.run(checked, ranks, cell)
 

@@ -168,6 +168,33 @@ def test_staging_stays_below_its_bound(pool: Pool) -> None:
         assert 0 < cuda <= reduction.STAGING_BYTES == 32 << 20
 
 
+def compare_native(rank: int, ranks: int) -> None:
+    exact, native = ExactReduction(world()), NativeReduction(world())
+    # fp32: ranks - 1 roundings of sums of magnitude <= sum |x|; 16 bits: each of them rounds to the wire dtype.
+    for dtype, eps in ((FP32, 2.0**-24), (BF16, 2.0**-8)):
+        full = drawn(ranks, ranks * 501, dtype)
+        tolerance = ranks * eps * torch.stack(full).float().abs().sum(0) / ranks + 1e-30
+        mine = slice(rank * 501, (rank + 1) * 501)
+        a, b = torch.empty(501, dtype=dtype), torch.empty(501, dtype=dtype)
+        exact.reduce_scatter(a, full[rank], dtype)
+        native.reduce_scatter(b, full[rank].clone(), dtype)
+        assert ((a.float() - b.float()).abs() <= tolerance[mine]).all(), dtype
+        a, b = full[rank].clone(), full[rank].clone()
+        exact.all_reduce(a, dtype)
+        native.all_reduce(b, dtype)
+        assert ((a.float() - b.float()).abs() <= tolerance).all(), dtype
+        gathered = torch.empty(ranks * full[0].numel(), dtype=dtype)
+        for work in native.all_gather(gathered, full[rank]):
+            work.wait()
+        assert torch.equal(gathered, torch.cat(full))
+
+
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_native_agrees_with_exact_to_the_rounding_of_its_sums(pool: Pool, ranks: int) -> None:
+    pool.run(compare_native, ranks)
+
+
 def average_large_halves(rank: int, ranks: int) -> list[float]:
     """Of fp16 gradients whose sum is above 65,504, and whose mean is not."""
     full, output = torch.full((ranks * 8,), 40_000.0, dtype=torch.float16), torch.empty(8, dtype=torch.float16)
@@ -238,6 +265,23 @@ def test_what_is_not_finite_or_tiny_stays_so_in_its_block_alone(code: str) -> No
     blocks.decode(row, got)
     assert got[:512].isnan().all()
     assert torch.equal(got[512:], torch.cat([torch.zeros(256), torch.ones(256)]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "hops"),
+    [
+        (1, None, (1, 1)),
+        (63, None, (63, 1)),
+        (64, None, (8, 8)),
+        (96, None, (12, 8)),
+        (67, None, (67, 1)),
+        (1024, None, (32, 32)),
+        (16, 8, (8, 2)),
+        (1024, 8, (8, 128)),
+    ],
+)
+def test_the_route_follows_from_the_numbers_of_ranks(ranks: int, inner: int | None, hops: tuple[int, int]) -> None:
+    assert Hops.of(ranks, inner) == Hops(*hops, nodes=inner is not None)
 
 
 def crossing(rank: int, ranks: int, hops: Hops) -> list[int]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,31 @@ def moved(path: str) -> tuple[int, int]:
     return int(fields[2]) * 512, int(fields[6]) * 512
 
 
+def hold(path: str, count: str) -> dict[str, Any]:
+    """Hold `count` bytes until something is said on standard input."""
+    with DiskStore(DiskConfig(paths=[path]), {"a": int(count)}) as store:
+        data = buffer(int(count))
+        store.write("a", data).result()
+        print("holding", flush=True)
+        sys.stdin.readline()
+        data.zero_()
+        store.read("a", data).result()
+        return {"read": data.unique().tolist()}
+
+
+def end(path: str, how: str) -> dict[str, Any]:
+    """A store that nobody closes, in a process that ends in some way."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job starts without
+    store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 8 * MIB})
+    store.write("a", buffer(8 * MIB))
+    print("holding", flush=True)
+    if how == "error":
+        raise SystemExit(f"{store.sizes}")
+    if how == "wait":
+        time.sleep(60)
+    return {"inside": len(os.listdir(path))}
+
+
 def write_forever(path: str) -> dict[str, Any]:
     """Until it is killed."""
     store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 32 * MIB})
@@ -137,5 +164,5 @@ def forked(path: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cases = {case.__name__: case for case in (mounted, devices, write_forever, forked)}
+    cases = {case.__name__: case for case in (mounted, devices, write_forever, hold, end, forked)}
     print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])), flush=True)

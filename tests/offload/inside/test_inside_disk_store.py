@@ -9,12 +9,13 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def start(*words: object, before: str = "") -> subprocess.Popen[str]:
     command = [sys.executable, str(CASES), *map(str, words)]
     if before:
         command = ["unshare", "-rm", "sh", "-c", f'set -e; {before}; exec "$@"', "sh", *command]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
 
 
@@ -236,6 +237,19 @@ def result(process: subprocess.Popen[str]) -> Any:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
+
+
+@contextmanager
+def running(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """A case that says when it holds its store; killed at the end, if it still lives."""
+    process = start(*words)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "holding\n", process.communicate()[1]
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -427,3 +441,45 @@ def test_a_killed_process_gives_its_space_back_at_once_and_its_directory_at_the_
 def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path: Path) -> None:
     assert result(start("forked", tmp_path)) == {"inside": [["lock"]]}
     assert os.listdir(tmp_path) == []
+
+
+def test_close_waits_for_what_was_started_and_may_be_called_twice(tmp_path: Path) -> None:
+    store = DiskStore(DiskConfig(paths=[str(tmp_path)], block_bytes=PAGE), {"a": 256 * PAGE})
+    future = store.write("a", Buffers().take(256 * PAGE, seed=1))
+    store.close()
+    assert future.done()
+    assert future.exception() is None
+    assert os.listdir(tmp_path) == []
+    store.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        store.read("a", Buffers().take(256 * PAGE))
+
+
+def test_two_jobs_on_one_path_keep_apart_and_their_reservations_add_up(tmp_path: Path) -> None:
+    config = DiskConfig(paths=[str(tmp_path)])
+    with running("hold", tmp_path, 2 * MIB) as process, DiskStore(config, {"a": 3 * MIB}) as store:
+        assert sorted(held for _, held in holders(str(tmp_path))) == [2 * MIB, 3 * MIB]
+        data, into = buffer(3 * MIB, seed=0), buffer(3 * MIB)
+        store.write("a", data).result()
+        assert process.stdin
+        process.stdin.write("\n")
+        assert result(process) == {"read": [7]}
+        store.read("a", into).result()
+        assert torch.equal(into, data)
+        assert [held for _, held in holders(str(tmp_path))] == [3 * MIB]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.full("tests/launch/test_leftovers.py::test_nothing_is_left_of_a_run_that_ended")
+def test_nothing_is_left_after_processes_that_end_by_themselves_or_by_ctrl_c(tmp_path: Path) -> None:
+    codes = {"return": 0, "error": 1, "wait": -signal.SIGINT}
+    for how in codes:
+        (tmp_path / how).mkdir()
+    with ExitStack() as together:
+        processes = {how: together.enter_context(running("end", tmp_path / how, how)) for how in codes}
+        assert len(os.listdir(tmp_path / "wait")) == 1
+        processes["wait"].send_signal(signal.SIGINT)
+        for how, code in codes.items():
+            processes[how].communicate(timeout=120)
+            assert processes[how].returncode == code
+            assert os.listdir(tmp_path / how) == [], how
