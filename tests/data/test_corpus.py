@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,13 @@ def test_settings_without_effect_or_out_of_range_are_errors():
             load(**settings)
 
 
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dzero\[data\]'"):
+        read(tmp_path / "a.parquet")
+
+
 # Several sources
 
 
@@ -337,6 +345,14 @@ def test_chats_of_two_sources_are_those_of_each_source_alone(tmp_path: Path, pac
     assert len(prompts) == 3
     assert "short" in corpus.shown(prompts[0], prompts[0])
     assert "longer" in corpus.shown(prompts[1], prompts[1])
+
+
+def test_one_source_is_read_as_without_a_mixture(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words of a text " * 50)
+    alone, one = read(tmp_path / "a.txt"), load(paths=[str(tmp_path / "a.txt")], weights=[0.3])
+    assert type(one) is type(alone)
+    assert one.summary == alone.summary
+    assert one.train_sequences(8, 1).identity() == alone.train_sequences(8, 1).identity()
 
 
 def test_texts_and_token_files_go_together(tmp_path: Path) -> None:

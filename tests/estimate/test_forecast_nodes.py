@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from from_words import CONF, refusal, run_of
 
 NODES = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if path.stem != "found")
@@ -70,6 +71,9 @@ def test_every_figure_of_a_node_is_given_and_says_where_it_comes_from(nodes: dic
     ("change", "told"),
     [
         ("device_type=tpu", "hardware.device_type='tpu': choose one of ['cuda', 'cpu']"),
+        ("device_bytes=0", "hardware.device_bytes=0: must be a number in (0, 9.22337e+18]"),
+        ("network=nan", "hardware.network=nan: must be a number in (0, 1e+18], or null"),
+        ("disk_read=inf", "hardware.disk_read=inf"),
         ("host_link=-1.0", "hardware.host_link=-1.0: must be a number in (0, 1e+18], or null where it is unknown"),
         ("collective_latency_s=-1.0", "hardware.collective_latency_s=-1.0: must be a number in [0, 1e+18]"),
         ("efficiency=1.5", "hardware.efficiency=1.5: a part of the peak, must be in (0, 1]"),
@@ -78,6 +82,25 @@ def test_every_figure_of_a_node_is_given_and_says_where_it_comes_from(nodes: dic
 )
 def test_impossible_figures_are_refused(change: str, told: str) -> None:
     assert told in refusal("hardware=h100_80g", f"hardware.{change}")
+
+
+def test_a_datasheets_rates_are_reached_in_part_and_of_a_bound_in_full(like: Any) -> None:
+    derated = like(memory_efficiency=0.8, link_efficiency=0.5)
+    assert (derated.reachable_flops(torch.bfloat16), derated.peak_flops(torch.int64)) == (50e12, None)
+    assert like(bf16_flops=None).reachable_flops(torch.bfloat16) is None
+    assert derated.usable_bytes == 9 * GB
+    assert not derated.reaches_its_rates
+    assert derated.reachable_bandwidth == 800e9
+    assert (derated.link(4), derated.link(8)) == (100e9, 50e9)
+    assert (derated.share(8).host_link, derated.share(8).host_memory) == (5e9, 80e9)
+    bound = derated.at_datasheet_rates()
+    assert bound.reachable_flops(torch.bfloat16) == 100e12
+    assert (bound.link(4), bound.reachable_bandwidth, bound.share(8).host_memory) == (200e9, 1000e9, 100e9)
+    assert (bound.operator_s, bound.collective_latency_s) == (0.0, 0.0)
+    measured = like(device_type="cpu", efficiency=1.0)
+    assert measured.devices_are_host
+    assert measured.reaches_its_rates
+    assert measured.at_datasheet_rates() == measured
 
 
 def test_a_rank_has_its_part_of_the_fullest_node(like: Any) -> None:

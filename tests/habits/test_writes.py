@@ -1,6 +1,6 @@
-"""Writes into parameters in forward and into rows of gradients, and noise: what they are in torch, or one clear line.
+"""Writes into parameters in forward and into rows of gradients, and draws: what they are in torch, or one clear line.
 
-Other expressions on weights, draws and losses among them, are those of docs/reference/expressions.md.
+Other expressions on weights, losses among them, are those of docs/reference/expressions.md.
 """
 
 from __future__ import annotations
@@ -90,6 +90,10 @@ ROWS: dict[str, Any] = {
     "set": assign,
     "data": lambda tensor: tensor.data[2:4].fill_(1),
     "flat": lambda tensor: tensor.view(-1)[3:9].fill_(1),
+    "slice": lambda tensor: tensor[:3].mul_(0.5),
+    "chunk": lambda tensor: tensor.chunk(4)[1].zero_(),
+    "split": lambda tensor: tensor.split([3, 5])[1].neg_(),
+    "diagonal": lambda tensor: tensor.diagonal().fill_(1),
     "init": lambda tensor: nn.init.ones_(tensor[:2]),
 }
 """Writes into parts of a tensor [8, 6]."""
@@ -138,25 +142,41 @@ def test_a_write_into_rows_of_a_sharded_tensor_is_refused(pool: Pool, stage: int
             assert (LOST in said) is (stage > 0), name
 
 
-def add_noise(model: nn.Module) -> Tensor:
-    torch.manual_seed(1)
-    weight = model.get_parameter("weight")
-    with torch.no_grad():
-        weight.add_(torch.randn_like(weight) + torch.rand_like(weight))
-    return whole(weight.detach()).clone()
+DRAWS: dict[str, Any] = {
+    "normal": nn.init.normal_,
+    "uniform": lambda weight: weight.uniform_(-1, 1),
+    "xavier": nn.init.xavier_uniform_,
+    "kaiming": nn.init.kaiming_normal_,
+    "truncated": nn.init.trunc_normal_,
+    "noise": lambda weight: weight.add_(torch.randn_like(weight) + torch.rand_like(weight)),
+}
 
 
 def one_layer() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Linear(6, 9, bias=False)
 
 
-def with_noise(rank: int, ranks: int, stage: int, offload: str | None) -> Tensor:
-    return add_noise(shard(one_layer(), stage, precision="fp32", offload=offload).model)
+def draw(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, fill in DRAWS.items():
+        weight = model.get_parameter("weight")
+        with torch.no_grad():
+            weight.zero_()
+            torch.manual_seed(1)
+            fill(weight)
+        found[name] = whole(weight.detach()).clone()
+    return found
 
 
-def test_noise_of_a_weights_shape_is_that_of_one_process(pool: Pool) -> None:
+def drawn(rank: int, ranks: int, stage: int, offload: str | None) -> dict[str, Tensor]:
+    return draw(shard(one_layer(), stage, precision="fp32", offload=offload).model)
+
+
+@pytest.mark.product(keep=1)
+@on_tiers
+def test_values_drawn_after_sharding_are_those_of_one_process(pool: Pool, stage: int, offload: str | None) -> None:
     """DTensor by itself draws the same rows on every rank of a CPU."""
-    expected = add_noise(one_layer())
-    for found in of_all(pool, 2, with_noise, [(0, None), (2, None), (3, "host_all")]):
-        assert torch.equal(found, expected)
+    expected = draw(one_layer())
+    for found in pool.run(drawn, 2, stage, offload):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name

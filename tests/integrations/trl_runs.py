@@ -1,4 +1,4 @@
-"""TRL's trainers alone and over dzero, a few steps each, by torchrun, where TRL alone is DDP: trl_runs.py OUT MODEL.
+"""TRL's trainers alone and over dzero, ten steps each, by torchrun, where TRL alone is DDP: trl_runs.py OUT MODEL.
 
 OUT/results.json has the losses of both sides, by case.
 """
@@ -18,7 +18,7 @@ from launched import as_script, is_first, wait_for_all
 import dzero
 from dzero.integrations.transformers import DzeroMixin
 
-STEPS = 4
+STEPS = 10
 QUESTIONS = [(f"What is {number} plus 1?", str(number + 1), str(number)) for number in range(32)]
 CHATS = [
     {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

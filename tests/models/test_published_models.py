@@ -188,6 +188,10 @@ def renumbered(tensors: Tensors) -> None:
     tensors[f"{EXPERT}.6.w2.weight"] = tensors.pop(f"{EXPERT}.4.w2.weight")
 
 
+def one_up_absent(tensors: Tensors) -> None:
+    del tensors[f"{EXPERT}.4.w3.weight"]
+
+
 def other_shape(tensors: Tensors) -> None:
     tensors[f"{EXPERT}.3.w1.weight"] = torch.zeros(47, 32)
 
@@ -201,6 +205,7 @@ def fused_too(tensors: Tensors) -> None:
     [
         (last_absent, r"layers.1.*gate|w1.*with 7 more has shape \[4, 96, 32\], the model needs \[5, 96, 32\]"),
         (renumbered, r"experts.0.w2.weight to .*experts.6.w2.weight, 5 tensors, are not numbered from 0 on"),
+        (one_up_absent, r"has shape \[4, 48, 32\], .* \[5, 48, 32\]: one parameter of the model is made of both"),
         (other_shape, r"experts.3.w1.weight has shape \[47, 32\], .*experts.0.w1.weight \[48, 32\]"),
         (fused_too, r"stored as model.layers.1.mlp.experts.down_proj too"),
     ],

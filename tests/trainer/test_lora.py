@@ -166,7 +166,7 @@ ALIKE = ("zero.stage=0", "offload.frozen=host block.activation_checkpoint=full",
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize(("kind", "others"), [("nf4", ()), ("int8", ALIKE)])
+@pytest.mark.parametrize(("kind", "others"), [("nf4", ALIKE[:1]), ("int8", ALIKE)])
 def test_quantized_weights_train_as_peft_on_their_values_and_alike_everywhere(
     pool: Pool, model: Path, tmp_path: Path, kind: str, others: tuple[str, ...]
 ) -> None:
@@ -185,6 +185,34 @@ def test_quantized_weights_train_as_peft_on_their_values_and_alike_everywhere(
         other = tmp_path / more
         pool.run(ran, 2, [*words(model, tmp_path, *given), *more.split()], other)
         assert (other / "model" / ALONE).read_bytes() == (tmp_path / "model" / ALONE).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def of_stage_3(pool: Pool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The adapters that two ranks of stage 3 leave."""
+    folder = tmp_path_factory.mktemp("stage 3")
+    pool.run(ran, 2, line("hf", model, folder, *RULES["adamw"], "zero.stage=3"), folder)
+    return (folder / "model" / ALONE).read_bytes()
+
+
+@pytest.mark.full(STEP_TEST)
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "zero.stage=3 offload=infinity",
+        "zero.stage=0",
+        "zero.stage=1",
+        "zero.stage=2",
+        "zero.stage=3 offload=host",
+        "zero.stage=3 offload=host_all",
+        "zero.stage=3 offload=disk",
+    ],
+)
+def test_stages_and_tiers_have_the_same_bits(
+    pool: Pool, model: Path, tmp_path: Path, of_stage_3: bytes, tier: str
+) -> None:
+    pool.run(ran, 2, line("hf", model, tmp_path, *RULES["adamw"], *tier.split()), tmp_path)
+    assert (tmp_path / "model" / ALONE).read_bytes() == of_stage_3
 
 
 # Going on

@@ -35,14 +35,25 @@ def losses_in(log: str) -> list[float]:
 # The numbers
 
 
+@pytest.fixture(scope="module")
+def of_stage_3(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return run(pool, tmp_path_factory.mktemp("stage_3"), text, "zero.stage=3").losses
+
+
 SAME = ("zero.stage=3", "zero.stage=0 block.activation_checkpoint=full", "zero.stage=3 precision=bf16_remainder")
+SAME_FULL = ("zero.stage=1", "zero.stage=2", "zero.stage=3 block.activation_checkpoint=selective")
+REPEATS = "tests/trainer/test_train.py::test_a_run_repeats_its_losses_at_every_stage"
 
 
-def test_a_run_repeats_its_losses_at_every_stage_but_for_another_seed(pool: Pool, text: Path, tmp_path: Path) -> None:
-    losses = run(pool, tmp_path, text, "zero.stage=3").losses
-    for same in SAME:
-        assert run(pool, tmp_path, text, *same.split()).losses == losses
-    assert run(pool, tmp_path, text, "zero.stage=3", "train.seed=1").losses != losses
+@pytest.mark.parametrize("line", [*SAME, *(pytest.param(line, marks=pytest.mark.full(REPEATS)) for line in SAME_FULL)])
+def test_a_run_repeats_its_losses_at_every_stage(
+    pool: Pool, text: Path, tmp_path: Path, of_stage_3: list[float], line: str
+) -> None:
+    assert run(pool, tmp_path, text, *line.split()).losses == of_stage_3
+
+
+def test_another_seed_gives_other_losses(pool: Pool, text: Path, tmp_path: Path, of_stage_3: list[float]) -> None:
+    assert run(pool, tmp_path, text, "zero.stage=3", "train.seed=1").losses != of_stage_3
 
 
 @pytest.mark.product(keep=2)
@@ -253,6 +264,15 @@ def taken(told: str) -> list[tuple[str, str, str]]:
 
 def epochs(told: str) -> dict[str, str]:
     return {name: count for name, _, count in taken(told)}
+
+
+@pytest.mark.full("tests/data/test_corpus.py::test_one_source_is_read_as_without_a_mixture")
+def test_one_source_has_the_losses_of_the_run_without_a_mixture(pool: Pool, tmp_path: Path) -> None:
+    (path, _) = texts(tmp_path)
+    settings = [*SMALL.split(), "monitor.tensorboard=false"]
+    alone = pool.run(ran, 2, [*settings, f"data.path={path}"], tmp_path)[0]
+    one = pool.run(ran, 2, [*settings, f"data.paths=[{path}]", "data.weights=[3]"], tmp_path)[0]
+    assert (one.losses, one.held_out) == (alone.losses, alone.held_out)
 
 
 def test_a_run_over_chats_of_two_files_tells_what_it_took(pool: Pool, model: Path, tmp_path: Path) -> None:

@@ -388,6 +388,27 @@ def test_every_token_that_counts_is_a_target_once_after_its_own_predecessor(pack
     assert made.counted(np.arange(len(made))) == len(found)
 
 
+def test_positions_restart_in_each_sample_and_in_the_rest() -> None:
+    made = sequences(Drawn())
+    batch = made.read(np.arange(len(made)))
+    assert batch.positions is not None
+    assert batch.tokens.shape == batch.positions.shape == (len(made), 30)
+    rests = set()
+    for tokens, positions in zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True):
+        end = max(place for place, token in enumerate(tokens) if token) + 1
+        assert positions == [*(token % 100 for token in tokens[:end]), *range(30 - end)]
+        rests.add(30 - end)
+    assert max(rests) > 1
+
+
+def test_padded_sequences_are_as_long_as_their_longest_sample_up_to_a_multiple() -> None:
+    batch = sequences(Drawn(), pack=False, multiple=4).read(np.array([0, 1, 2]))
+    assert batch.positions is None
+    assert batch.tokens.shape[1] % 4 == 0
+    assert 0 <= batch.tokens.shape[1] - (batch.tokens % 100).amax().item() - 1 < 4
+    assert sequences(Drawn(), pack=False).read(np.array([0])).tokens.shape[1] == 30
+
+
 def test_other_contents_or_another_mask_of_any_sample_are_other_sequences() -> None:
     for change in ("hashes", "counted"):
         samples = Drawn(4000)

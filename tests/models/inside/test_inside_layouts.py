@@ -18,7 +18,7 @@ from torch import Tensor
 from dzero.models.conversions import STEPS, Conversion, Step, convert_all
 from dzero.models.hf_conversions import as_loaded, as_saved
 from dzero.models.safetensors_reader import stored_tensors
-from dzero.models.tensor_views import Readable
+from dzero.models.tensor_views import Joined, Readable, Stacked, Transposed
 
 # ---- files
 
@@ -40,9 +40,12 @@ def entry(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[st
         file_of(b"[" * 100_000),
         file_of({"a": 3}),
         file_of({"a": entry([2], 0, 8)}, bytes(7)),  # cut short
+        file_of({"a": entry([2], 0, 8)}, bytes(9)),  # with bytes behind its end
         file_of({"a": entry([3], 0, 8)}, bytes(8)),  # another size
         file_of({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12)),  # overlapping
         file_of({"a": entry([2], 0, 8), "b": entry([2], 12, 20)}, bytes(20)),  # with a hole
+        file_of({"a": entry([2], 8, 0)}, bytes(8)),  # backwards
+        file_of({"a": entry([2], -8, 0)}, bytes(8)),
         file_of({"a": entry([-1, -2], 0, 8)}, bytes(8)),
         file_of({"a": entry([1 << 62, 1 << 62], 0, 8)}, bytes(8)),
     ],
@@ -79,6 +82,27 @@ def test_a_file_that_shrinks_and_a_dtype_that_is_unknown_are_told_when_they_are_
         stored["b"]()
 
 
+# ---- views
+
+
+def leaves(count: int, last: int = 5) -> list[Counted]:
+    return [Counted(torch.randn(3, 4, last)) for _ in range(count)]
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    two = (*leaves(1), *leaves(1, last=6))
+    with pytest.raises(ValueError, match=r"counted has shape \[3, 4, 6\], counted \[3, 4, 5\]: one parameter"):
+        Stacked(two, 0)
+    with pytest.raises(ValueError, match="do not fit together"):
+        Joined(two, 1)
+    assert Joined(two, 2).shape == (3, 4, 11)
+    for wrong in (-1, 4):
+        with pytest.raises(ValueError, match="with 4 dims"):
+            Stacked(tuple(leaves(2)), wrong)
+    with pytest.raises(ValueError, match="dim 3 of a tensor with 3 dims"):
+        Transposed((leaves(1)[0],), 0, 3)
+
+
 # ---- conversions
 
 FUSED = Conversion(("layers.#.qkv",), ("layers.#.q", "layers.#.k", "layers.#.v"), (Step("chunk", 0),))
@@ -105,6 +129,19 @@ def test_ranges_become_tensors_of_their_own_in_every_layer_and_come_together_aga
     split = convert_all([MERGED], given)  # steps apply in order
     assert [*split] == ["layers.3.experts.0.up", "layers.3.experts.1.up"]
     assert torch.equal(split["layers.3.experts.1.up"](), given["layers.3.up"]()[1].T)
+
+
+def test_what_does_not_apply_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layers.0.q is stored together with \['layers.0.v'\], which are not there"):
+        convert_all([APART], tensors(layers_0_q=(2, 2), layers_0_k=(2, 2)))
+    with pytest.raises(ValueError, match=r"\[7, 2\] does not consist of 3 equal ranges along dim 0"):
+        convert_all([FUSED], tensors(layers_0_qkv=(7, 2)))
+    with pytest.raises(ValueError, match=r"\[8, 2\] does not consist of ranges of \[4, 1, 2\] along dim 0"):
+        convert_all([UNEVEN], tensors(layers_0_qkv=(8, 2)))
+    with pytest.raises(ValueError, match=r"layers.0.qkv and another tensor both make layers.0.k"):
+        convert_all([FUSED], tensors(layers_0_k=(2, 2), layers_0_qkv=(6, 2)))
+    with pytest.raises(ValueError, match="70000 parts; at most 65536 are made"):
+        convert_all([Conversion(("a",), ("a.*",), (Step("split", 0),))], tensors(a=(70000, 0)))
 
 
 # ---- layouts of transformers, of every causal LM that its defaults can build

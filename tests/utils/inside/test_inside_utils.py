@@ -128,8 +128,10 @@ def snapshots_are_elsewhere(repo: Path, secret: Path) -> str:
 
 HOSTILE: dict[str, Callable[[Path, Path], str]] = {
     "absolute": lambda repo, secret: "/etc/passwd",
+    "relative": lambda repo, secret: os.path.relpath(secret, repo / "snapshots" / "abc123"),
     "another repository": lambda repo, secret: f"../../../models--org--other/blobs/{HASH}",
     "through blobs": lambda repo, secret: "../../blobs/../../secret",
+    "below blobs": lambda repo, secret: f"../../blobs/./{HASH}",
     "blobs themselves": lambda repo, secret: "../../blobs/..",
     "a blob that is a link": blob_is_a_link,
     "blobs that are a link": blobs_are_a_link,

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dzero import AdamW, OffloadConfig
 from dzero.comm.collectives import AverageReplicas, ReduceGrads, UnshardParams
 from dzero.comm.context_exchange import ContextExchange
+from dzero.optim.grad_accumulation import UnitGrads
 from dzero.optim.pipeline_grads import PipelineGrads
 from dzero.trainer import build as assembly
 from dzero.trainer import trainer
@@ -56,6 +57,18 @@ def wrong_divisor(unit: str, factor: float = 2.0) -> Planted:
 
     rightly = ReduceGrads.__call__
     return patch.object(ReduceGrads, "__call__", wrongly)
+
+
+def dropped_microbatch(unit: str) -> Planted:
+    """On the host, nothing is added to a unit's gradients of the first microbatch."""
+
+    def wrongly(self: UnitGrads, buffer: torch.Tensor, pieces: dict[str, torch.Tensor]) -> None:
+        if self._unit.shape.name == unit:
+            pieces = {name: piece for name, piece in pieces.items() if name not in self.views}
+        rightly(self, buffer, pieces)
+
+    rightly = UnitGrads._add_on_host
+    return patch.object(UnitGrads, "_add_on_host", wrongly)
 
 
 def skipped_data(stage: int) -> Planted:
@@ -161,6 +174,7 @@ def noise(*planted: Any) -> Iterator[None]:
 FAULTS: dict[str, Callable[..., Planted]] = {
     "none": nullcontext,
     "wrong divisor": wrong_divisor,
+    "dropped microbatch": dropped_microbatch,
     "skipped data": skipped_data,
     "stale parameter": stale_parameter,
     "not updated": not_updated,
@@ -279,6 +293,7 @@ QUERY, NORM_OF = "attention.query.weight", "attention_norm.weight"
     ("line", "fault", "mark", "param"),
     [
         ("zero.stage=2", ("wrong divisor", "layers.1"), Mark(1, GRAD, "layers.1"), NORM_OF),
+        (f"{HOST} train.accumulate=2", ("dropped microbatch", "layers.0"), Mark(1, GRAD, "layers.0"), NORM_OF),
         ("zero.stage=3", ("skipped data", 3), Mark(1, LOSS), ""),
         # stage 3 gathers twice in a step
         ("zero.stage=3", ("stale parameter", "layers.1", 4), Mark(3, READ, "layers.1"), QUERY),
@@ -324,6 +339,25 @@ def test_a_fault_is_larger_than_a_tolerance(
     assert not report.agrees
     assert report.findings[-1].apart is None
     assert told in verdict(report)
+
+
+@pytest.mark.full(SMALL_FAULT)
+@pytest.mark.parametrize("settings", ["train.accumulate=2", "precision=fp32", "precision=fp16 block.tiles=3"])
+def test_native_reductions_agree_until_one_units_divisor_is_off_by_one(
+    pool: Pool, text: Path, tmp_path: Path, settings: str
+) -> None:
+    """The loss hardly shows it, and the gradient norm of all units the less the more there are."""
+    line = f"zero.stage=3 zero.reduction=native {settings}"
+    right = report_of(pool, text, tmp_path, line)
+    assert right.agrees, verdict(right)
+    assert right.findings[-1].gap.unit_norm < 2e-3
+    wrong = report_of(pool, text, tmp_path, line, "wrong divisor", "layers.1", 15 / 16)
+    assert not wrong.agrees
+    last = wrong.findings[-1]
+    assert (last.apart, last.gap.unit, last.gap.step) == (None, "layers.1", 1)
+    assert last.gap.unit_norm == pytest.approx(1 / 16, rel=0.05)
+    assert f"DIFFERS: {CONFIGURATION} from" in verdict(wrong)
+    assert "gradient norm of unit layers.1 in step 1 6." in verdict(wrong)
 
 
 @pytest.mark.full(SMALL_FAULT)
