@@ -87,7 +87,7 @@ def test_a_step_is_that_of_transformers_however_split(pool: Pool, model: Path, t
     for of_rank in found:
         assert of_rank.losses == pytest.approx(want["losses"], rel=1e-6)
         assert of_rank.norms == pytest.approx(want["norms"], rel=1e-5)
-        assert of_rank.agrees
+        assert of_rank.agrees is (way != "llama, padded context")  # theory of cp is of whole windows
     assert params.keys() == want["params"].keys()
     for name, param in want["params"].items():
         torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-6)

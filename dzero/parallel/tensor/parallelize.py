@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
@@ -36,6 +37,7 @@ from dzero.parallel.cut_params import CutParams, Places, own_of
 from dzero.parallel.tensor.adapters import with_adapters
 from dzero.parallel.tensor.plans import plan_for
 from dzero.utils.ranges import divisors
+from dzero.utils.torch_internals import tree_map_only
 
 Plan = Mapping[str, ParallelStyle]
 
@@ -80,6 +82,9 @@ def parallelize_tensor(
             places.setdefault(param, []).append((owner, attribute))
     names = {param: name for name, param in model.named_parameters()}
     parallelize_module(model, mesh, dict(plan))
+    for name, module in model.named_modules():
+        if any(fnmatch(name, each) for each in plan):
+            module.register_forward_hook(_arrive)  # behind those of the styles
     made: dict[nn.Parameter, nn.Parameter] = {}
     left_whole: list[str] = []
     for whole, owners in places.items():
@@ -102,6 +107,33 @@ def parallelize_tensor(
     _equalise(model, mesh)
     on_meta = {whole: part for whole, part in made.items() if whole.is_meta}  # the others have values already
     return TensorParallel(mesh, on_meta, {whole: places[whole] for whole in on_meta})
+
+
+class _Arrived(torch.autograd.Function):
+    """A tensor whose collective may be under way, as an ordinary one, after its end."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return tensor.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _arrive(module: nn.Module, args: object, output: Any) -> Any:
+    """Give what comes behind a module that ranks share its output as an ordinary tensor, whose collective has ended.
+
+    torch gives a subclass of Tensor that is waited for at its first use. If that use is a compiled block, its gradient
+    is zeros, without an error (torch 2.13). Within a compiled block, the compiler knows of the collective.
+    """
+    if torch.compiler.is_compiling():
+        return output
+    return tree_map_only(Tensor, _arrived, output)
+
+
+def _arrived(tensor: Tensor) -> Any:
+    return _Arrived.apply(tensor) if hasattr(type(tensor), "trigger_wait") else tensor  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
