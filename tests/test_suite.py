@@ -75,9 +75,12 @@ def text_of(node: ast.expr, path: Path) -> str:
     return str(ast.literal_eval(node))
 
 
+def default_tests() -> set[str]:
+    return {name for name, each in functions().items() if not each.keys() & {*LEFT_OUT}}
+
+
 def test_what_the_default_suite_leaves_out_is_asked_there_by_a_named_test() -> None:
-    default = {name for name, each in functions().items() if not each.keys() & {*LEFT_OUT}}
-    wrong = []
+    default, wrong = default_tests(), []
     for name, each in functions().items():
         if (mark := each.get("full")) is None:
             continue
@@ -92,10 +95,9 @@ def test_what_the_default_suite_leaves_out_is_asked_there_by_a_named_test() -> N
 
 
 def test_each_fault_that_is_planted_names_a_test_of_the_default_suite() -> None:
-    default = {name for name, each in functions().items() if not each.keys() & {*LEFT_OUT}}
     faults = runpy.run_path(str(TESTS / "stress" / "mutations.py"))["FAULTS"]
     assert len(faults) >= 20
-    assert {fault.caught_by for fault in faults.values()} - default == set()
+    assert {fault.caught_by for fault in faults.values()} - default_tests() == set()
 
 
 def test_few_files_import_what_is_inside() -> None:

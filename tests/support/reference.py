@@ -93,11 +93,11 @@ def sum_squares(chunk: Tensor) -> float:
     return chunk.double().square().sum().item()
 
 
-def sum_squares_in_lanes(chunk: Tensor, piece_elems: int = 1 << 20) -> float:
+def sum_squares_in_lanes(chunk: Tensor) -> float:
     """The same in the order that dzero promises: of each 2^20 elements, element i is added to lane i mod 256, then the
     lanes in order; then what these pieces have, in order."""
     total = 0.0
-    for piece in chunk.double().flatten().split(piece_elems):
+    for piece in chunk.double().flatten().split(1 << 20):
         lanes = torch.zeros(256, dtype=torch.float64)
         for row in torch.nn.functional.pad(piece.square(), (0, -piece.numel() % 256)).view(-1, 256):
             lanes += row

@@ -1,4 +1,4 @@
-"""Gradients whose squares are summed, and the sums by the oracle."""
+"""Gradients whose squares are summed, and the sums by NumPy: the order of the contract, written a second time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gradients(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> list[Tensor]:
 
 
 def by_numpy(grad: Tensor, chunk_elems: int = CHUNK_ELEMS) -> float:
-    """The sum of squares of one gradient in the order of the contract; the oracle of parity has one of its own."""
+    """The sum of squares of one gradient in the order of the contract."""
     squares, chunks = 0.0, grad.double().numpy()
     for begin in range(0, chunks.size, chunk_elems):
         chunk, lanes = chunks[begin : begin + chunk_elems], np.zeros(256)

@@ -84,7 +84,8 @@ def parallelize_tensor(
     parallelize_module(model, mesh, dict(plan))
     for name, module in model.named_modules():
         if any(fnmatch(name, each) for each in plan):
-            module.register_forward_hook(_arrive)  # behind those of the styles
+            module.register_forward_pre_hook(_arrive_first, with_kwargs=True)  # both are behind those of the styles
+            module.register_forward_hook(_arrive)
     made: dict[nn.Parameter, nn.Parameter] = {}
     left_whole: list[str] = []
     for whole, owners in places.items():
@@ -122,14 +123,18 @@ class _Arrived(torch.autograd.Function):
 
 
 def _arrive(module: nn.Module, args: object, output: Any) -> Any:
-    """Give what comes behind a module that ranks share its output as an ordinary tensor, whose collective has ended.
+    """Return the output of a module that ranks share as ordinary tensors, whose collectives have ended.
 
-    torch gives a subclass of Tensor that is waited for at its first use. If that use is a compiled block, its gradient
-    is zeros, without an error (torch 2.13). Within a compiled block, the compiler knows of the collective.
+    The styles of torch return a subclass of Tensor that waits at its first use. If that use is a compiled block, the
+    block gives zeros as its gradient, without an error (torch 2.13). Within a compiled block, the compiler knows of the
+    collective.
     """
-    if torch.compiler.is_compiling():
-        return output
-    return tree_map_only(Tensor, _arrived, output)
+    return output if torch.compiler.is_compiling() else tree_map_only(Tensor, _arrived, output)
+
+
+def _arrive_first(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Do the same for its inputs, which a style may have gathered: the module may be a compiled block itself."""
+    return (args, kwargs) if torch.compiler.is_compiling() else tree_map_only(Tensor, _arrived, (args, kwargs))
 
 
 def _arrived(tensor: Tensor) -> Any:
