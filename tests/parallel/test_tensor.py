@@ -13,7 +13,7 @@ import pytest
 import torch
 from cut_runs import SEQUENCES, TOKENS, Run
 from parity_cells import whole
-from pool import Pool
+from pool import Pool, WorkerError
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -181,6 +181,12 @@ def compiled(rank: int, ranks: int, backend: str | None) -> dict[str, Tensor]:
 
 def test_a_compiled_block_passes_on_the_gradient_of_what_ranks_share(pool: Pool) -> None:
     """Of an input whose collective is under way, torch 2.13 gives zeros or an error. fp32, another order of sums."""
+    if torch.__version__.startswith(
+        "2.11."
+    ):  # its compiler ends with an internal error, as docs/reference/limits.md says
+        with pytest.raises(WorkerError, match="InternalTorchDynamoError"):
+            pool.run(compiled, 2, "aot_eager")
+        return
     for want, found in zip(*(pool.run(compiled, 2, backend) for backend in (None, "aot_eager")), strict=True):
         assert float(want["words.weight"].abs().max()) > 0
         for name, grad in want.items():
