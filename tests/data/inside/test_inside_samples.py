@@ -322,6 +322,7 @@ def test_conversations_of_a_chat_model_are_tokenized_and_shown(tmp_path: Path) -
     samples = tokenize(
         find(str(path)), encoder, folder=tmp_path / "c", on_bad_row="stop", max_tokens=None, report=said.append
     )
+    said = [line for line in said if not line.startswith("tokenizing")]  # how far it is, on a slow machine
     assert said[0] == samples.summary
     assert said[2].endswith("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n⟦Hello<|im_end|>⟧\\n")
     for index, row in enumerate(rows):
