@@ -9,6 +9,7 @@ from typing import Any
 import decoders
 import parity_cells
 import pytest
+import reference
 import small_decoders
 import torch
 from fake_ranks import fake_ranks
@@ -63,7 +64,9 @@ def recomputed(rank: int, ranks: int, compute: str) -> None:
     model = small_decoders.build("even")
     model.layers = nn.ModuleList(Recomputed(block) for block in model.layers)
     sharded = shard(model, 0, precision=PrecisionConfig(compute=compute))
-    plain = in_plain_torchao(small_decoders.build("even").bfloat16(), compute)
+    plain = in_plain_torchao(small_decoders.build("even"), compute)
+    for param in plain.parameters():
+        param.data = reference.to_working(param.data, torch.bfloat16)
     (batch,) = small_decoders.batches("even", steps=1, ranks=1, microbatches=1)[0][0]
     losses = [small_decoders.loss_fn(each, batch) for each in (sharded.model, plain)]
     for loss in losses:
