@@ -18,8 +18,10 @@ warm_python.use()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers take files in their order: by their number of tests, files of a few long tests would come last."""
+    """Workers share a server, and take files in their order: by size, files of a few long tests would come last."""
     config.option.loadscopereorder = False  # pytest-xdist's
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        warm_python.share()
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,7 @@ MISTAKES = {
     "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
     "model=tiny_moe mesh.dp=2 mesh.tp=2 mesh.ep=8": "mesh.ep=8 does not divide the 2 data-parallel ranks of axis shard "
     "x mesh.tp=2, all of which share them, of which experts are shared by neighbours; allowed: [2, 4]",
+    "mesh.replicate=0": "mesh.replicate=0: must be a whole number ≥ 1",
     "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
     # what cannot be, or has no effect; tests/inside/test_inside_rules.py has what cannot be together
     "train.on_nan=ignore": "train.on_nan='ignore': choose skip or stop",

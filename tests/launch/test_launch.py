@@ -80,6 +80,7 @@ def test_a_failure_is_told_once_by_the_rank_that_failed(tmp_path: Path) -> None:
 STOPPED = "stopped by SIGINT; the workers were ended\n"
 ENDINGS = {
     "Ctrl-C": (signal.SIGINT, True, 128 + signal.SIGINT, STOPPED),
+    "interrupt": (signal.SIGINT, False, 128 + signal.SIGINT, STOPPED),
     "terminate": (signal.SIGTERM, False, 128 + signal.SIGTERM, STOPPED.replace("INT", "TERM")),
     "kill": (signal.SIGKILL, False, -signal.SIGKILL, None),
 }

@@ -131,9 +131,14 @@ def use() -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
+def share() -> None:
+    """Start the server now, for this process and all that it starts."""
+    os.environ[AT] = _listening()
+
+
 @functools.cache
 def _listening() -> str:
-    """Where the server listens: this process's, or that of which it is a fork."""
+    """Where the server listens: this process's, one that is shared, or that of which it is a fork."""
     if AT in os.environ:
         return os.environ[AT]
     folder = TemporaryDirectory()
