@@ -1,7 +1,7 @@
 """A pool of worker processes that outlives a test: importing torch costs seconds, a group milliseconds.
 
     parent                         worker (one per rank; pool_worker.py)
-    start a process         -->    a fork of a server that imported   -->    idle
+    start a process         -->    a fork of the warm server          -->    idle
     send (sys.path, call)   -->    new gloo group, run the call       -->    outcome: result or traceback
     release                 -->    destroy the group, collect garbage -->    idle
 
@@ -12,20 +12,21 @@ the next run. When the parent dies its pipes close, which ends the workers.
 
 from __future__ import annotations
 
-import multiprocessing as mp
+import os
 import pickle
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from pool_worker import IDLE, RELEASE, Call, Outcome, dumps, serve
+import warm_python
+from pool_worker import IDLE, RELEASE, Call, Outcome, dumps
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
 
 from dzero.utils import torch_internals
@@ -44,12 +45,16 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Worker:
-    process: ForkServerProcess
+    process: warm_python.Popen
     pipe: Connection
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join()
+        self.process.wait()
         self.pipe.close()
 
 
@@ -57,8 +62,7 @@ class Pool:
     """Workers 0, 1, … started when first needed. `run` is not reentrant."""
 
     def __init__(self) -> None:
-        forkserver.set_forkserver_preload(["dzero.trainer.trainer"])
-        forkserver.ensure_running()  # now: its environment is that of all workers
+        self._environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}  # of today, for all workers
         self._workers: list[Worker] = []
         self._store: TCPStore | None = None
         self._runs = 0
@@ -104,7 +108,8 @@ class Pool:
         for worker in self._workers:
             worker.pipe.close()
         for worker in self._workers:
-            worker.process.join(timeout=5.0)
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(5.0)
             worker.kill()
         self._workers, self._store = [], None
 
@@ -123,15 +128,14 @@ class Pool:
         return Call(module, qualname, args, rank, ranks, self._runs, self._store.port)
 
     def _ready(self, ranks: int) -> list[Worker]:
-        self._drop([worker for worker in self._workers if not worker.process.is_alive()])
-        context = mp.get_context("forkserver")
+        self._drop([worker for worker in self._workers if not worker.is_alive])
         fresh: list[Worker] = []
         for _ in range(ranks - len(self._workers)):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            fresh.append(Worker(process, ours))
+            ours, theirs = socket.socketpair()
+            with theirs:
+                line = [sys.executable, "-c", "import pool_worker; pool_worker.serve()"]
+                process = warm_python.Popen(line, stdin=theirs, env=self._environ)
+            fresh.append(Worker(process, Connection(ours.detach())))
         self._workers += fresh
         if late := not_idle(fresh, START_S):
             self._drop(late)
@@ -139,7 +143,7 @@ class Pool:
         return self._workers[:ranks]
 
     def _release(self, workers: list[Worker]) -> None:
-        alive = [worker for worker in workers if worker.process.is_alive()]
+        alive = [worker for worker in workers if worker.is_alive]
         for worker in alive:
             worker.pipe.send_bytes(RELEASE)
         self._drop([worker for worker in workers if worker not in alive] + not_idle(alive, SETTLE_S))
@@ -188,8 +192,7 @@ def receive(worker: Worker) -> Outcome:
     try:
         outcome: Outcome = pickle.loads(worker.pipe.recv_bytes())  # noqa: S301 (our own child's bytes)
     except (EOFError, ConnectionResetError):
-        worker.process.join()
-        code = worker.process.exitcode
+        code = worker.process.wait()
         return Outcome(at_s=0.0, error=f"the process died with exit code {code}")  # before what others say of it
     return outcome
 

@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from functools import _lru_cache_wrapper, reduce
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -57,8 +59,9 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def serve(pipe: Connection) -> None:
-    """A worker's life: run calls until the pipe closes."""
+def serve() -> None:
+    """A worker's life: run calls that come by stdin, a socket, until it closes."""
+    pipe = Connection(os.dup(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
     faulthandler.enable()  # a crash tells where each thread was
     gather_under_short_names()  # as plain torch, the reference, gathers DTensors too
@@ -103,7 +106,8 @@ def outcome_of(message: bytes) -> bytes:
         call: Call = pickle.loads(payload)  # noqa: S301
         store = PrefixStore(f"run{call.run}", TCPStore("127.0.0.1", call.port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.ranks, timeout=GROUP_TIMEOUT)
-        torch.manual_seed(0)
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(0)
         fn = reduce(getattr, call.qualname.split("."), importlib.import_module(call.module))
         return dumps(Outcome(result=fn(call.rank, call.ranks, *call.args), at_s=time.monotonic()))  # type: ignore[operator]
     except BaseException:
