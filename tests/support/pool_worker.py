@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
-from functools import _lru_cache_wrapper, reduce
+from functools import _lru_cache_wrapper, cache, reduce
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -95,8 +95,14 @@ def forget_meshes() -> None:
     that is kept keeps gloo's threads, which wake up a hundred times a second."""
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
-    for cache in CACHES:
-        cache.cache_clear()
+    for each in CACHES:
+        each.cache_clear()
+
+
+@cache
+def connected(port: int) -> TCPStore:
+    """One connection for all runs: for each, torch asks the name server twice, which may take seconds."""
+    return TCPStore("127.0.0.1", port, is_master=False)
 
 
 def outcome_of(message: bytes) -> bytes:
@@ -104,7 +110,7 @@ def outcome_of(message: bytes) -> bytes:
     try:
         sys.path[:], payload = pickle.loads(message)  # noqa: S301 (our own parent's bytes)
         call: Call = pickle.loads(payload)  # noqa: S301
-        store = PrefixStore(f"run{call.run}", TCPStore("127.0.0.1", call.port, is_master=False))
+        store = PrefixStore(f"run{call.run}", connected(call.port))
         dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.ranks, timeout=GROUP_TIMEOUT)
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(0)
