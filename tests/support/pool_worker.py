@@ -31,6 +31,7 @@ from dzero.zero.watched_tensor import WatchedTensor
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 IDLE, RELEASE = b"idle", b"release"
+gc.unfreeze()  # the warm server's objects, which would not be found
 CACHES = [
     each
     for each in gc.get_objects()
