@@ -111,7 +111,8 @@ def send_columns(folder: Path) -> None:
     """Send columns to kernels of two streams that take turns, as a step on a GPU does."""
     device = torch.device("cpu")
     sender = column_upload.ColumnUpload(64, device)
-    sender._arrays = [Watched(host) for host in sender._hosts]  # type: ignore[misc]
+    hosts = sender._hosts  # kept: memory that a pool had would be known as page-locked in another tensor too
+    sender._arrays = [Watched(host) for host in hosts]  # type: ignore[misc]
     other = streams.new_stream(device)
     for turn in range(8):
         with streams.use_stream(other if turn % 4 > 1 else None, device):
