@@ -28,11 +28,11 @@ STEPS = 2
 RULES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "sgd": (["optim.rule=SGD", "optim.lr=0.1"], {"optim": "sgd", "learning_rate": 0.1}),
     "adamw": (
-        ["optim.lr=1e-2", "optim.betas=[0.9,0.99]", "optim.eps=1e-3"],
-        {"optim": "adamw_torch", "learning_rate": 1e-2, "adam_beta2": 0.99, "adam_epsilon": 1e-3},
+        ["optim.lr=1e-2", "optim.betas=[0.9,0.99]", "optim.eps=1e-3", "optim.weight_decay=0.3"],
+        {"optim": "adamw_torch", "learning_rate": 1e-2, "adam_beta2": 0.99, "adam_epsilon": 1e-3, "weight_decay": 0.3},
     ),
 }
-"""Rules that pass a difference in a gradient on at most tenfold: by lr, and by lr / eps."""
+"""Rules that pass a difference in a gradient on at most tenfold: by lr, and by lr / eps. Vectors do not decay."""
 
 
 @cache
