@@ -235,3 +235,6 @@ def test_a_pipeline_evaluates_packed_conversations_apart(pool: Pool, model: Path
     (found, _) = pool.run(ran, 2, [*given, "mesh.pp=2", "train.accumulate=2", "train.microbatch_sequences=1"], tmp_path)
     assert len(alone.held_out) == 1
     assert found.held_out == pytest.approx(alone.held_out, rel=1e-6)
+    still = [*given, "optim.lr=0", "train.microbatch_sequences=1", "train.evaluate_batches=99"]
+    packed, padded = (pool.run(ran, 1, [*still, f"data.pack={pack}"], tmp_path)[0] for pack in ("true", "false"))
+    assert packed.held_out == pytest.approx(padded.held_out, rel=1e-6)  # the rest of a sequence does not count
