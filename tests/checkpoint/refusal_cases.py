@@ -39,8 +39,8 @@ def saving(folder: Path | str, **settings: Any) -> Checkpointer:
 
 
 def save(checkpoints: Checkpointer, step: int, count: int) -> str | None:
-    """A checkpoint of `count` bytes and a few; its name. Raises CheckpointError."""
-    checkpoints.save(step, {}, local={"a": torch.full((count // 4,), float(step))})
+    """A checkpoint of `count` bytes and a few, worse than those before; its name. Raises CheckpointError."""
+    checkpoints.save(step, {"held_out_loss": step}, local={"a": torch.full((count // 4,), float(step))})
     return checkpoints.finish()
 
 
@@ -111,6 +111,9 @@ def mounted(folder: Path) -> dict[str, Any]:
     with saving(kept, keep=3) as checkpoints:
         seen["kept"] = [save(checkpoints, step, 3 * MIB) for step in (1, 2)]
         seen["kept, no room"] = told(lambda: save(checkpoints, 3, 3 * MIB))
+    with saving(kept, keep=1, keep_best=True) as checkpoints:
+        checkpoints.resume("auto")
+        seen["the best, no room"] = told(lambda: save(checkpoints, 3, 3 * MIB)), sorted(os.listdir(kept))
     with saving(kept, keep=1) as checkpoints:
         checkpoints.resume("auto")
         seen["smaller keep"] = save(checkpoints, 3, 3 * MIB), sorted(os.listdir(kept))

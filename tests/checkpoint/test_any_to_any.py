@@ -150,10 +150,11 @@ def check(pool: Pool, folder: Path, ways: list[tuple[Kind, Kind]]) -> None:
 
 
 def test_masters_moments_and_counts_go_from_layout_to_layout_exactly(pool: Pool, tmp_path: Path) -> None:
-    """From the host of two ranks to the disk of one, and back to the devices of two."""
+    """From the host of two ranks to the disk of one, back to the devices of two, and to four that share them out."""
     two = Kind(stage=2, tier="host", ranks=2, master="remainder", moments="bf16")
     one = Kind(stage=3, tier="disk", ranks=1, param="fp32")
-    check(pool, tmp_path, [(two, one), (one, Kind(stage=0, tier="device", ranks=2, param="fp16"))])
+    copies = Kind(stage=2, tier="device", ranks=4, replicate=2, over=OVER_ALL)
+    check(pool, tmp_path, [(two, one), (one, Kind(stage=0, tier="device", ranks=2, param="fp16")), (two, copies)])
 
 
 BETWEEN_TWO = "tests/checkpoint/test_any_to_any.py::test_masters_moments_and_counts_go_from_layout_to_layout_exactly"

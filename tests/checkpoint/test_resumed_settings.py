@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pool import Pool
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from training_loops import params_of, unequal
+from written_checkpoints import MANIFEST, reseal
 
 import dzero
 from dzero import CheckpointConfig, CheckpointError
@@ -210,12 +212,16 @@ def test_a_resumed_run_has_the_settings_buffers_and_bits_of_one_never_stopped(
             assert unequal(other["params"], one["params"]) == unequal(other["buffers"], one["buffers"]) == [], writer
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.full(OF_FEW))])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.full(OF_FEW))])
 def test_on_other_ranks_settings_are_the_same_and_buffers_those_of_rank_0(
-    pool: Pool, never_stopped: NeverStopped, ranks: int
+    pool: Pool, never_stopped: NeverStopped, tmp_path: Path, ranks: int
 ) -> None:
+    """Two ranks are others if those that saved shared samples, which is what the manifests are made to say."""
     writers, folder, wanted = never_stopped
-    for rank, got in enumerate(pool.run(resumed, ranks, folder, writers, 2, "none")):
+    shutil.copytree(folder, saved := tmp_path / "saved")
+    for manifest in saved.glob(f"*/step*/{MANIFEST}") if ranks == 2 else ():
+        reseal(manifest, lambda body: body["state"]["optim"].update(axes={"data": 1, "tp": 2}))
+    for rank, got in enumerate(pool.run(resumed, ranks, saved, writers, 2, "none")):
         for writer, one, other in zip(writers, wanted[0], got, strict=True):
             assert other["groups"] == one["groups"], writer
             assert len(other["notes"]) == (rank == 0)

@@ -89,6 +89,7 @@ MEETINGS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("Branch", "reached_later", 2, {}),  # ranks reach parameters one after the other
     ("Branch", "plain", 2, {"unused": "zeros"}),  # zeros count where some ranks have no gradient
     ("Table", "probed", 2, {}),
+    ("Net", "one_graph_twice", 2, {"replicate": 2}),  # copies average what comes late by itself
 ]
 MORE: list[tuple[str, str, int, dict[str, Any]]] = [
     ("PartlyAgain", "accumulated", 3, {}),  # three ranks cut unevenly

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +15,7 @@ import torch
 from pool import Pool, WorkerError
 from small_runs import settled
 
-from dzero import RunError
+from dzero import Checkpointer, CheckpointError, RunError
 from dzero.config import RunConfig
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.metrics import LEARNING_STEPS
@@ -53,6 +55,29 @@ def test_a_loss_that_is_no_number_is_skipped_or_ends_the_run(pool: Pool, text: P
         assert all(torch.equal(params[name], before[name]) for name in before)
     with pytest.raises(WorkerError, match=r"step 2: the loss of rank 1 is not finite, and train.on_nan=stop"):
         pool.run(with_a_nan, 2, settled(text, *settings, "train.on_nan=stop"), tmp_path)
+
+
+def with_the_best_unsaved(rank: int, ranks: int, run: RunConfig, folder: Path) -> str:
+    """The save after the last step fails; what is said of the model that is exported."""
+
+    def fail(self: Checkpointer, step: int, *given: Any) -> None:
+        if step == run.train.steps:
+            raise CheckpointError("", "no room")
+        save(self, step, *given)
+
+    save = Checkpointer.save
+    with mock.patch.object(Checkpointer, "save", fail), redirect_stdout(StringIO()) as told:
+        Trainer(run, folder, CPU).run()
+    return told.getvalue()
+
+
+def test_a_best_model_that_could_not_be_saved_is_exported(pool: Pool, text: Path, tmp_path: Path) -> None:
+    """It is there, and better than the checkpoint before it."""
+    settings = ["train.steps=2", "train.evaluate_every_steps=1", "export.at_end=true", "export.which=best"]
+    saves = ["checkpoint.every=1", "checkpoint.keep_best=true", f"checkpoint.folder={tmp_path / 'saved'}"]
+    told = pool.run(with_the_best_unsaved, 1, settled(text, *settings, *saves, "checkpoint.on_error=warn"), tmp_path)
+    assert "NOT SAVED" in told[0]
+    assert "the best model is that of the last step" in told[0]
 
 
 def out_of_memory(_: torch.Tensor) -> torch.Tensor:
