@@ -12,13 +12,31 @@ from typing import Any
 
 import pytest
 import torch
-from counted_tensor import Counted
 from torch import Tensor
 
 from dzero.models.conversions import STEPS, Conversion, Step, convert_all
 from dzero.models.hf_conversions import as_loaded, as_saved
 from dzero.models.safetensors_reader import stored_tensors
 from dzero.models.tensor_views import Joined, Readable, Stacked, Transposed
+
+
+class Counted:
+    """A tensor in memory that counts the elements that are read."""
+
+    stored, where = ("counted",), "counted"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.shape, self.elems = tensor, tuple(tensor.shape), 0
+
+    def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        assert all(o >= 0 and o + n <= whole for o, n, whole in zip(offset, size, self.shape, strict=True))
+        self.elems += self._tensor[box].numel()
+        return self._tensor[box].clone()
+
+    def __call__(self) -> Tensor:
+        return self.read((0,) * len(self.shape), self.shape)
+
 
 # ---- files
 
