@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for work take the cores from the workers
 
@@ -29,6 +32,16 @@ def pool() -> Iterator[Pool]:
     """gloo workers for the whole session: `pool.run(fn, ranks, *args)` gives the results in rank order."""
     with Pool() as workers:
         yield workers
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[..., Any]]:
+    """Call a function in a process in which Triton interprets kernels."""
+    pytest.importorskip("triton")
+    from adamw_cases import interpret
+
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=interpret) as process:
+        yield lambda function, *args: process.submit(function, *args).result()
 
 
 @pytest.fixture(autouse=True)

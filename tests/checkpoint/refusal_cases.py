@@ -113,7 +113,8 @@ def mounted(folder: Path) -> dict[str, Any]:
         seen["kept, no room"] = told(lambda: save(checkpoints, 3, 3 * MIB))
     with saving(kept, keep=1, keep_best=True) as checkpoints:
         checkpoints.resume("auto")
-        seen["the best, no room"] = told(lambda: save(checkpoints, 3, 3 * MIB)), sorted(os.listdir(kept))
+        told(lambda: save(checkpoints, 3, 3 * MIB))
+        seen["the best, no room"] = sorted(os.listdir(kept))
     with saving(kept, keep=1) as checkpoints:
         checkpoints.resume("auto")
         seen["smaller keep"] = save(checkpoints, 3, 3 * MIB), sorted(os.listdir(kept))

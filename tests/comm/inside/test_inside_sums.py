@@ -6,16 +6,13 @@ The order of a sum, its payloads in blocks, what feedback keeps, and the kernels
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from adamw_cases import interpret
 from block_cases import DTYPES as DTYPES_OF_BLOCKS
 from block_cases import kernels_differ, same, through_blocks
 from pair_counter import PairCounter
@@ -300,14 +297,6 @@ def test_between_nodes_a_part_travels_once(pool: Pool) -> None:
         assert found == [2 * part + 2 * part, part + part]
     for found in pool.run(crossing, 4, Hops(2, 2, nodes=True)):
         assert found == [part + part, 2 * part + 2 * part]
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[..., Any]]:
-    """Call a function in a process in which Triton interprets kernels."""
-    pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=interpret) as process:
-        yield lambda function, *args: process.submit(function, *args).result()
 
 
 def test_the_kernels_of_cuda_have_the_bits_of_those_of_the_cpu(interpreted: Callable[..., Any]) -> None:

@@ -22,9 +22,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,6 @@ from adamw_cases import (
     by_operations,
     columns,
     differences,
-    interpret,
     kernel_differs,
     params,
     table_of,
@@ -58,14 +55,6 @@ from dzero.utils.triton_modules import triton_module
 
 CPU = torch.device("cpu")
 FILE = "tests/optim/inside/test_inside_cuda.py"
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[..., Any]]:
-    """Call a function in a process in which Triton interprets kernels."""
-    pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=interpret) as process:
-        yield lambda function, *args: process.submit(function, *args).result()
 
 
 @pytest.fixture(scope="module", autouse=True)
