@@ -198,6 +198,18 @@ FAULTS = {
         "keys = np.random.SeedSequence(seed, spawn_key=(0,))",
         "tests/data/inside/test_inside_stream.py::test_the_order_looks_random",
     ),
+    "weight decay on norms and biases": Fault(
+        "optim/build.py",
+        '{"params": vectors, "weight_decay": 0.0}',
+        '{"params": vectors, "weight_decay": weight_decay}',
+        "tests/trainer/test_finetune.py::test_a_step_is_that_of_transformers_however_split",
+    ),
+    "a late reduction is of this replica alone": Fault(
+        "optim/grad_accumulation.py",
+        "        elif self._unit.average is not None:\n            self._unit.average(buffer)\n        for",
+        "        for",
+        "tests/habits/test_models_and_loops.py::test_a_model_and_a_loop_that_meet_give_what_torch_gives",
+    ),
 }
 
 
