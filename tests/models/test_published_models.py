@@ -14,6 +14,7 @@ import torch
 import yaml
 from small_mixtures import MIXTURES, VOCAB, mixture, tokens
 from torch import Tensor
+from training_loops import unequal
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -241,7 +242,7 @@ def test_a_transposed_tensor_is_read_and_an_unknown_operation_named(tmp_path: Pa
 
     rewritten(tmp_path, transposed)
     converted_by([core.Transpose(0, 1)])
-    torch.testing.assert_close(hf(tmp_path)(tokens()), mixture("mixtral")(tokens()).logits)
+    assert unequal(hf(tmp_path).model.state_dict(), mixture("mixtral").state_dict()) == []
     converted_by([type("Interleave", (), {})()])
     with pytest.raises(ValueError, match=r"stored_head.weight: transformers converts it by Interleave, which dzero"):
         hf(tmp_path)

@@ -158,7 +158,7 @@ def beside_torch(rank: int, ranks: int, muon: dict[str, Any], theirs: dict[str, 
 
 
 def test_matrices_move_as_torch_muon_moves_them(pool: Pool) -> None:
-    """Up to last places of bf16 here and there, which iterations raise: torch mixes momentum by one fused operation."""
+    """Up to a last place of bf16 for each of five iterations: torch mixes momentum by one fused operation."""
     fitting = {"adjust_lr_fn": "match_rms_adamw"}
     still = {"momentum": 0.8, "nesterov": False}
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -167,7 +167,7 @@ def test_matrices_move_as_torch_muon_moves_them(pool: Pool) -> None:
         ({"iterations": 3}, {"ns_steps": 3} | fitting),
     ]
     for off, moved_least in of_all(pool, 1, beside_torch, settings):
-        assert off < 8 * 2**-8 * moved_least
+        assert off < 5 * 2**-8 * moved_least
 
 
 class Branching(nn.Module):
