@@ -117,9 +117,10 @@ def test_damage_that_only_one_rank_meets_late_leaves_the_bits_of_resuming_from_t
 
 Change = Callable[[Path], object]
 TAKEN = "the checkpoint that was saved last is taken"
+IN_RUN = 8 * 37  # the lowest bit of a hexadecimal digit, which gives no quote: the file stays valid JSON
 DAMAGE: dict[str, tuple[Change, int, str]] = {
     "nothing": (lambda f: None, 4, ""),
-    "a flipped bit of the manifest": (lambda f: flip(f / NEWEST / MANIFEST, 300), 3, "its checksum is"),
+    "a flipped bit of the manifest": (lambda f: flip(f / NEWEST / MANIFEST, IN_RUN), 3, "its checksum is"),
     "the newest is gone": (lambda f: shutil.rmtree(f / NEWEST), 3, "it is missing"),
     "data cut short": (lambda f: os.truncate(f / NEWEST / data_name(1), 100), 3, "it was cut short"),
     "a flipped bit of the pointer": (lambda f: flip(f / LATEST, 100), 4, TAKEN),
@@ -127,7 +128,7 @@ DAMAGE: dict[str, tuple[Change, int, str]] = {
     "a pointer that names no checkpoint": (lambda f: write_sealed(f / LATEST, {"name": f"../{BEFORE}"}), 4, TAKEN),
     "a missing pointer": (lambda f: (f / LATEST).unlink(), 4, ""),
     "the pointer and the newest manifest": (
-        lambda f: [flip(f / LATEST, 100), flip(f / NEWEST / MANIFEST, 300)],
+        lambda f: [flip(f / LATEST, 100), flip(f / NEWEST / MANIFEST, IN_RUN)],
         3,
         f"passed over: .*{NEWEST}/{MANIFEST}",
     ),
@@ -184,7 +185,7 @@ def test_whatever_is_damaged_is_named_and_the_run_goes_on_but_not_with_strict(
 def test_a_folder_where_nothing_opens_does_not_start_anew(pool: Pool, made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made, tmp_path / "checkpoints"))
     for name in names(folder):
-        flip(folder / name / MANIFEST, 300)
+        flip(folder / name / MANIFEST, IN_RUN)
     for pointer, text in ((True, "no checkpoint of this run is whole"), (False, "no checkpoint opens")):
         if not pointer:
             flip(folder / LATEST, 100)
@@ -192,9 +193,6 @@ def test_a_folder_where_nothing_opens_does_not_start_anew(pool: Pool, made: Path
             step, (told,) = of_rank[0]
             assert step == -1
             assert told.startswith(f"{folder}: {text}; move"), told
-
-
-# By train.py
 
 
 @pytest.fixture(scope="module")
