@@ -141,7 +141,7 @@ def test_what_a_template_cannot_tell_or_refuses_is_a_bad_row_alone(make: Callabl
     odd = "'\\ud800' if m.content == 'odd' else raise_exception('no') if m.content == 'no' else m.content"
     rows = [chat.turns("a", "b"), chat.turns("a", "no"), chat.turns("a", "odd"), TEXT]
     maker = make("{% for m in messages %}{{ " + odd + " }}</s>{% endfor %}", "all")
-    results = maker.encode_batch([conversation(row) for row in rows])
+    results = [result for row in rows for result in maker.encode_batch([conversation(row)])]
     assert [isinstance(each, ValueError) for each in results] == [False, True, True, False]
     assert "fails: TemplateError: no" in str(results[1])
     assert "cannot encode the text" in str(results[2])
