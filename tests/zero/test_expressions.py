@@ -38,6 +38,7 @@ ALWAYS = (
     "w.T[0]",
     "w.t().mul_(2)",
     "w.view(torch.int32).zero_()",
+    "nn.init.xavier_uniform_(w)",
 )
 """Rows that every run of the test takes: each of another kind."""
 WRITE = re.compile(r" [-+*/]?= |_\(.*\)$|out=")
