@@ -51,8 +51,11 @@ Found = dict[str, torch.Tensor]
 def through_dcp(
     rank: int, ranks: int, folder: str, rule: str, kwargs: dict[str, Any], seed: int
 ) -> tuple[Found, Found]:
-    """Seed 0 trains and saves, another loads: whole tensors of what was saved or loaded; this rank's a step later."""
+    """Seed 0 trains and saves, another loads: whole tensors and settings of what was saved or loaded; this rank's
+    tensors a step later. pytorch/pytorch#140900 reports that `initial_lr` is lost."""
     sharded, optim = pair("uneven", rule, seed=seed, **kwargs)
+    settings = {"lr": 0.02, "initial_lr": 0.05, "weight_decay": 0.07} if seed == 0 else {"initial_lr": 7.0}
+    optim.param_groups[0].update(settings)  # as a schedule and a loop write them
     if seed == 0:
         train(sharded, optim, "uneven", steps=2)
     before = inner_states(sharded, optim)
@@ -65,6 +68,7 @@ def through_dcp(
         set_model_state_dict(sharded.model, model)
         set_optimizer_state_dict(sharded.model, optim, states)
     found = params_of(sharded) | inner_states(sharded, optim)
+    found |= {key: torch.tensor(optim.param_groups[0][key]) for key in ("lr", "initial_lr", "weight_decay")}
     if isinstance(optim, AdamW):
         found |= {f"master {name}": each for name, each in masters_of(sharded, optim).items()}
     train(sharded, optim, "uneven", steps=1)
