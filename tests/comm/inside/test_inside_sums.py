@@ -264,23 +264,6 @@ def test_what_is_not_finite_or_tiny_stays_so_in_its_block_alone(code: str) -> No
     assert torch.equal(got[512:], torch.cat([torch.zeros(256), torch.ones(256)]))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "inner", "hops"),
-    [
-        (1, None, (1, 1)),
-        (63, None, (63, 1)),
-        (64, None, (8, 8)),
-        (96, None, (12, 8)),
-        (67, None, (67, 1)),
-        (1024, None, (32, 32)),
-        (16, 8, (8, 2)),
-        (1024, 8, (8, 128)),
-    ],
-)
-def test_the_route_follows_from_the_numbers_of_ranks(ranks: int, inner: int | None, hops: tuple[int, int]) -> None:
-    assert Hops.of(ranks, inner) == Hops(*hops, nodes=inner is not None)
-
-
 def crossing(rank: int, ranks: int, hops: Hops) -> list[int]:
     """Bytes that a gather and a sum of 64 fp32 per rank send to other groups of two ranks, and to the other rank."""
     exact, sent = ExactReduction(world(), hops), PairCounter()
