@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import small_decoders
 import torch
+from on_ranks import on_ranks
 from pool import Pool
-from training_loops import backward, sharded_net
+from training_loops import Raising, backward, sharded_net
 
 from dzero import AdamW, ZeroConfig, shard
 
 
-class Unfit(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("in backward")
-
-
-def mistakes(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_told_with_their_repair(rank: int, ranks: int) -> None:
     batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank]
     sharded = sharded_net("frozen", stage=2)
     for param in sharded.model.parameters():
@@ -45,15 +33,11 @@ def mistakes(rank: int, ranks: int) -> None:
 
     sharded = sharded_net("even", stage=3)
     optim = AdamW(sharded)
-    sharded.model.layers[0].register_forward_hook(lambda _, __, out: Unfit.apply(out))
+    sharded.model.layers[0].register_forward_hook(lambda _, __, out: Raising.apply(out))
     with pytest.raises(ArithmeticError):
         backward(sharded, optim, batch)
     with pytest.raises(RuntimeError, match=r"call zero_grad\(\), and repeat the step"):
         optim.step()
-
-
-def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
-    pool.run(mistakes, 2)
 
 
 class Branching(torch.nn.Module):

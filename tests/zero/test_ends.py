@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fake_ranks import fake_ranks
 from live_tensors import live_bytes
+from on_ranks import on_ranks
 from parity_cells import whole
-from pool import Pool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training_loops import backward, params_of, unequal
@@ -104,7 +104,8 @@ def trained(stage: int, units: list[str], offload: OffloadConfig | None) -> dict
     return params_of(sharded)
 
 
-def differ(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_no_bit_depends_on_whether_the_ends_are_units(rank: int, ranks: int) -> list[str]:
     """What differs between a run with ends apart and one with all in the root, on the device, of other offloads."""
     wrong = []
     for stage, offload in ((1, None), (2, None), (3, HOST)):
@@ -112,25 +113,19 @@ def differ(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
-def test_no_bit_depends_on_whether_the_ends_are_units(pool: Pool) -> None:
-    assert pool.run(differ, 2) == [[], []]
-
-
-def called_apart(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_ends_can_be_called_by_themselves(rank: int, ranks: int) -> list[str]:
     """The embedding by itself, as transformers users make `inputs_embeds`, and the head; before and after a forward."""
-    found = []
+    wrong = []
     for stage in (1, 3):
         sharded = sharded_llama(stage)
         model: Any = sharded.model
         with torch.no_grad():
             wanted = whole(model.embedding.weight)[tokens(0)]
             for _ in range(2):
-                found.append(torch.equal(model.embedding(tokens(0)), wanted))
                 features = torch.ones(2, WIDTH, dtype=torch.bfloat16)
-                found.append(torch.equal(model.head(features), F.linear(features, whole(model.head.weight))))
+                of_head = F.linear(features, whole(model.head.weight))
+                wrong += [] if torch.equal(model.embedding(tokens(0)), wanted) else [f"embedding at {stage}"]
+                wrong += [] if torch.equal(model.head(features), of_head) else [f"head at {stage}"]
                 loss_of(sharded, 0)
-    return found
-
-
-def test_ends_can_be_called_by_themselves(pool: Pool) -> None:
-    assert pool.run(called_apart, 2) == [[True] * 8] * 2
+    return wrong
