@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import Pool
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -64,25 +65,19 @@ def test_several_tensors_are_gathered_at_once(pool: Pool) -> None:
         assert [each.tolist() for each in found] == [[0, 1, 2, 3, 4], [1.0] * 4 + [2.0] * 4, [5.0] * 3 + [6.0] * 3]
 
 
-def mismatched(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_gather_into_the_wrong_size_is_still_refused(rank: int, ranks: int) -> None:
     make_mesh("cpu")
     with pytest.raises((RuntimeError, ValueError), match=r"llgather|size"):
         dist.group.WORLD.allgather_into_tensor_coalesced([torch.empty(3)], [torch.ones(4)]).wait()
 
 
-def test_a_gather_into_the_wrong_size_is_still_refused(pool: Pool) -> None:
-    pool.run(mismatched, 2)
-
-
-def many(rank: int, ranks: int) -> None:
+@pytest.mark.full("tests/comm/test_gathers.py::test_several_tensors_are_gathered_at_once")
+@on_ranks(1, timeout_s=300)
+def test_half_a_million_gathers_do_not_crash(rank: int, ranks: int) -> None:
     """Gathers that end on both threads at the same time: torch 2.13 alone crashed within 400,000 in every run."""
     group = make_mesh("cpu").get_group("shard")
     output, part = torch.empty(4 * ranks), torch.ones(4)
     for _ in range(2500):
         for work in [group.allgather_into_tensor_coalesced([output], [part]) for _ in range(200)]:
             work.wait()
-
-
-@pytest.mark.full("tests/comm/test_gathers.py::test_several_tensors_are_gathered_at_once")
-def test_half_a_million_gathers_do_not_crash(pool: Pool) -> None:
-    pool.run(many, 1, timeout_s=300)

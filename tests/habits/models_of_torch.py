@@ -7,7 +7,7 @@ of all ranks, a sharded model its own. For pool workers, so importable by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, mse_loss
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
-from training_loops import params_of
+from training_loops import Raising, params_of
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 
@@ -641,28 +641,6 @@ def inferred(training: Training, batches: list[Batch]) -> None:
     training.edit(0.99)
 
 
-def raised_in_forward(training: Training, batches: list[Batch]) -> None:
-    """A forward that raises half way, an edit, and then a step."""
-    hook = training.model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
-    with suppress(ZeroDivisionError):
-        training.loss(batches[0])
-    hook.remove()
-    training.edit(0.9)
-    plain(training, batches)
-
-
-class Raising(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
-
-
 def raised(training: Training, batches: list[Batch]) -> None:
     """A backward that raises half way, in a hook of a block, is given up, and its step repeated."""
     hook = training.model.blocks[0].register_forward_hook(lambda _, __, out: Raising.apply(out))
@@ -701,18 +679,6 @@ def skipped_then_penalised(training: Training, batches: list[Batch]) -> None:
     training.finish()
 
 
-def averaged_by_hand(training: Training, batches: list[Batch]) -> None:
-    """A moving average of the parameters, which they become after the last step."""
-    plain(training, batches)
-    params = training.params
-    with torch.no_grad():
-        kept = training.kept.setdefault("average", [param.detach().clone() for param in params])
-        torch._foreach_lerp_(kept, params, 0.5)
-        if training.step == steps_of("averaged_by_hand") - 1:
-            for param, average in zip(params, kept, strict=True):
-                param.copy_(average)
-
-
 def half_detached(training: Training, batches: list[Batch]) -> None:
     """Two forwards of which one backward differentiates the second, which takes what the first one kept."""
     for batch in training.each(batches):
@@ -733,10 +699,10 @@ def restarted(training: Training, batches: list[Batch]) -> None:
 
 NAMED: tuple[Loop, ...] = (accumulated, synchronised, last_outside, read_around, own_backward_last, read_by_each_rank)
 NAMED += (clipped, assigned, one_graph_twice, two_forwards_kept, closure, frozen_for_a_while, group_added, scheduled)
-NAMED += (scaled, prefetched, called_as_function, evaluated, probed, inferred, raised_in_forward, evaluated_in_part)
-NAMED += (changed_between, raised, given_up, skipped_then_penalised, averaged_by_hand, restarted)
+NAMED += (scaled, prefetched, called_as_function, evaluated, probed, inferred, evaluated_in_part)
+NAMED += (changed_between, raised, given_up, skipped_then_penalised, restarted)
 LOOPS: dict[str, Loop] = {each.__name__: each for each in (plain, *NAMED, reached_later, half_detached)}
-LONG = ("frozen_for_a_while", "group_added", "scheduled", "averaged_by_hand", "restarted")
+LONG = ("frozen_for_a_while", "group_added", "scheduled", "restarted")
 
 
 def steps_of(loop: str) -> int:

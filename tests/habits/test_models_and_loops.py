@@ -21,8 +21,6 @@ ALIKE = {
     "probed": "evaluated",
     "inferred": "evaluated",
     "evaluated_in_part": "evaluated",
-    "raised_in_forward": "raised",
-    "averaged_by_hand": "evaluated",
     "one_graph_twice": "two_forwards_kept",
 }
 """Loops of which another one, or a model, is so close that it would fail first, and that one."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from many_cells import of_cells
 from models_of_torch import HOST, OPTIONS, RATE, sharded_of
+from on_ranks import on_ranks
 from parity_cells import master_of
 from pool import Pool
 from torch import Tensor, nn
@@ -185,11 +186,12 @@ def test_a_second_optimizer_begins_with_the_first_ones_masters(
         assert unequal(there, here) == []
 
 
-def saved_after_an_edit(rank: int, ranks: int, folder: Path) -> list[list[str]]:
+@on_ranks(2)
+def test_what_is_saved_right_after_an_edit_has_it(rank: int, ranks: int, tmp_path: Path) -> list[str]:
     """Names of parameters whose masters, as a checkpoint has them, are not what was written into them."""
-    different = []
+    different = list[str]()
     for tiers in ("device", "host", "disk"):
-        config = dzero.CheckpointConfig(folder=str(folder / tiers))
+        config = dzero.CheckpointConfig(folder=str(tmp_path / tiers))
         sharded, other = small(3, tiers), small(3)
         optim = dzero.AdamW(sharded)
         train(sharded, optim, steps=1)
@@ -202,12 +204,8 @@ def saved_after_an_edit(rank: int, ranks: int, folder: Path) -> list[list[str]]:
             assert checkpoints.resume("auto") is not None
         saved = {name: master.bfloat16() for name, master in masters(other, loaded).items()}
         written = {f"{name} master": value.cpu().flatten() for name, value in params_of(sharded).items()}
-        different.append(unequal(saved, written))
+        different += unequal(saved, written)
     return different
-
-
-def test_what_is_saved_right_after_an_edit_has_it(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(saved_after_an_edit, 2, tmp_path) == [[[], [], []]] * 2
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -220,7 +218,8 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def given_wrong_settings(rank: int, ranks: int) -> None:
+@on_ranks(1)
+def test_settings_that_torch_refuses_are_refused(rank: int, ranks: int) -> None:
     """Settings that torch refuses, in arguments and in a group; the model then trains."""
     sharded = small(2)
     for says, settings in WRONG.items():
@@ -230,10 +229,6 @@ def given_wrong_settings(rank: int, ranks: int) -> None:
             dzero.AdamW(sharded, [{"params": [*sharded.model.parameters()], **settings}])
         gc.collect()
     train(sharded, dzero.AdamW(sharded), steps=1)
-
-
-def test_settings_that_torch_refuses_are_refused(pool: Pool) -> None:
-    pool.run(given_wrong_settings, 1)
 
 
 def trained_by_torch(rank: int, ranks: int, param: str) -> int:

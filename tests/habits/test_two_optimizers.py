@@ -17,6 +17,7 @@ import pytest
 import torch
 from many_cells import of_cells
 from models_of_torch import OPTIONS, whole
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 
@@ -152,7 +153,8 @@ def test_two_optimizers_train_their_parts_as_in_torch(pool: Pool, ranks: int, ce
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=str(cell))
 
 
-def refused_beside_another(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(1)
+def test_a_parameter_has_one_optimizer(rank: int, ranks: int, tmp_path: Path) -> None:
     """A parameter that has an optimizer, at once and added later; what two cannot share; and once one is gone."""
     sharded = sharded_judged(2)
     generator, judge = optimizers_of(sharded)
@@ -163,7 +165,7 @@ def refused_beside_another(rank: int, ranks: int, folder: Path) -> None:
         judge.add_param_group({"params": generator.param_groups[0]["params"][:1]})
     assert len(judge.param_groups) == 1
     others = r"judge\.\d\.(weight|bias): another optimizer updates it"
-    config = dzero.CheckpointConfig(folder=str(folder))
+    config = dzero.CheckpointConfig(folder=str(tmp_path))
     with dzero.Checkpointer(config, sharded, generator) as late, pytest.raises(ValueError, match=others):
         late.save(1, {})
     with pytest.raises(ValueError, match=others):
@@ -174,7 +176,3 @@ def refused_beside_another(rank: int, ranks: int, folder: Path) -> None:
     del generator, late
     gc.collect()
     dzero.AdamW(sharded, sharded.model.generator.parameters())
-
-
-def test_a_parameter_has_one_optimizer(pool: Pool, tmp_path: Path) -> None:
-    pool.run(refused_beside_another, 1, tmp_path)

@@ -177,26 +177,6 @@ def computes_a_loss_of_its_own(make: Make) -> Any:
 
 
 @habit
-def overrides_compute_loss(make: Make) -> Any:
-    class Own(transformers.Trainer):
-        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            outputs = model(**inputs)
-            return (outputs.loss * 2, outputs) if return_outputs else outputs.loss * 2
-
-    return trained(make(Own))
-
-
-@habit
-def stops_early(make: Make) -> Any:
-    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)
-    args = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    more = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-    trainer = make(args={**args, **more}, callbacks=[stopping])
-    found = trained(trainer)
-    return [trainer.state.global_step, trainer.state.best_global_step, found, trainer.evaluate()["eval_loss"]]
-
-
-@habit
 def passes_an_optimizer(make: Make) -> Any:
     model = small_models.llama()
     head = [model.lm_head.weight]
@@ -245,25 +225,6 @@ def makes_a_model_for_each_run(make: Make) -> Any:
 
 
 @habit
-def freezes_parts(make: Make) -> Any:
-    model = small_models.llama()
-    model.model.embed_tokens.requires_grad_(False)
-    return trained(make(model=model))
-
-
-@habit
-def trains_the_rows_of_new_tokens(make: Make) -> Any:
-    model = small_models.llama()
-    table = model.get_input_embeddings().weight
-    table.register_hook(lambda grad: grad * (torch.arange(len(grad)) >= len(grad) // 2).unsqueeze(1))
-    first = table.detach()[: len(table) // 2].clone()
-    trainer = make(model=model)
-    told = trained(trainer)
-    after = whole(trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.detach())
-    return [told, torch.equal(after[: len(first)], first), torch.equal(after[len(first) :], after[: len(first)])]
-
-
-@habit
 def reads_an_endless_stream(make: Make) -> Any:
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[Any]:
@@ -272,13 +233,6 @@ def reads_an_endless_stream(make: Make) -> Any:
                 yield from ({key: value[-5:] for key, value in each.items()} for each in samples(12))
 
     return trained(make(train_dataset=Stream()))
-
-
-@habit
-def evaluates_several_sets(make: Make) -> Any:
-    trainer = make(eval_dataset={"a": samples(6), "b": samples(9)}, args={"eval_strategy": "steps", "eval_steps": 2})
-    trained(trainer)
-    return [{key: row[key] for key in row if key.endswith("_loss")} for row in trainer.state.log_history]
 
 
 @habit
@@ -295,21 +249,6 @@ def steers_by_callbacks(make: Make) -> Any:
             control.should_evaluate = state.global_step == 2
 
     return [trained(make(callbacks=[Callback])), seen]
-
-
-@habit
-def looks_at_clipped_gradients(make: Make) -> Any:
-    seen: list[float] = []
-
-    class Callback(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            grads = [param.grad for param in given["model"].parameters() if param.grad is not None]
-            seen.append(sum(float(whole(nn.utils.get_total_norm([grad]))) for grad in grads))
-
-    return [
-        trained(make(args={"max_grad_norm": 0.05}, callbacks=[Callback])),
-        [{"sum of norms": each} for each in seen],
-    ]
 
 
 @habit
@@ -410,18 +349,6 @@ def goes_on_with_what_schedules_and_callbacks_wrote(make: Make) -> Any:
     kept = ("lr", "betas", "weight_decay", "initial_lr", "max_momentum")
     groups = trainer.optimizer.param_groups
     return [run, resumed, [[[*group[key]] if key == "betas" else group[key] for key in kept] for group in groups]]
-
-
-@habit
-def goes_on_after_a_kill_during_a_save(make: Make) -> Any:
-    args = {"save_strategy": "steps", "save_steps": 2}
-    trained(make(args=args))
-    if is_first():
-        (make.folder / "out" / "checkpoint-4" / "trainer_state.json").unlink()
-        if make.settings is None:  # plain Trainer takes the broken one, and fails
-            shutil.rmtree(make.folder / "out" / "checkpoint-4")
-    wait_for_all()
-    return trained(make(args=args), resume_from_checkpoint=True)
 
 
 @habit

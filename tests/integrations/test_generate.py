@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 
@@ -32,7 +33,12 @@ def tokens() -> Tensor:
     return torch.arange(3, 19).view(2, 8)
 
 
-def generated(rank: int, ranks: int, stage: int) -> list[str]:
+STOPS = "tests/integrations/test_generate.py::test_ranks_may_stop_at_different_lengths"
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full(STOPS))])
+@on_ranks(2)
+def test_ranks_may_stop_at_different_lengths(rank: int, ranks: int, stage: int) -> list[str]:
     """What differs from the whole model, if every rank stops after another number of tokens; then train on."""
     found = []
     for make in (decoder, t5):
@@ -53,14 +59,6 @@ def generated(rank: int, ranks: int, stage: int) -> list[str]:
             optim.step()
             whole.load_state_dict(dict(dzero.weights(sharded)), strict=False)
     return found
-
-
-STOPS = "tests/integrations/test_generate.py::test_ranks_may_stop_at_different_lengths"
-
-
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full(STOPS))])
-def test_ranks_may_stop_at_different_lengths(pool: Pool, stage: int) -> None:
-    assert pool.run(generated, 2, stage) == [[], []]
 
 
 def alone(rank: int, ranks: int) -> list[tuple[int, ...]]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-import small_models
 import transformers
 from launched import launched, torchrun
 from trainer_runs import STEPS
@@ -118,22 +117,6 @@ def test_16_bits_are_those_of_the_layout(tmp_path: Path, plain: dict[str, Any]) 
         for row, want in zip(found["logs"], plain["logs"], strict=True):
             assert row == pytest.approx(want, rel=2e-2, abs=1e-12)
         assert found["params"] != plain["params"]
-
-
-@pytest.mark.full(ALIKE)
-def test_adapters_of_peft_are_trained_and_written_as_by_trainer(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    (plain,) = run(tmp_path / "plain", {"adapters": True}, ranks=1)
-    adapted = {**of_stage(3), "adapters": True}
-    found, resumed = run(tmp_path / "dzero", adapted, {**adapted, "resume": checkpoint(tmp_path / "dzero")})
-    check_alike(found, plain)
-    assert resumed["params"] == found["params"]
-    folder = tmp_path / "dzero" / "0"
-    assert not (folder / "generation_config.json").exists()
-    loaded = peft.PeftModel.from_pretrained(small_models.llama(), folder)
-    for name, param in loaded.named_parameters():
-        if ".lora_" in name:
-            assert torch.equal(param, torch.tensor(found["params"][name]))
 
 
 ZERO = {"dzero": {"stage": 3}}

@@ -1,8 +1,8 @@
 """A Trainer's script as users write it, by plain `Trainer` or by `DzeroTrainer`: trainer_runs.py FOLDER '[RUN, ...]'.
 
 A run gives "args" of TrainingArguments, and what DzeroTrainer takes: "dzero" or "deepspeed"; without them plain Trainer
-runs. With "resume" it goes on from a checkpoint, and with "adapters" LoRA's matrices are trained alone. With "real"
-DeepSpeed itself runs, whose losses are those of deepspeed_losses.json (DS_ACCELERATOR=cpu torchrun --nproc-per-node=1).
+runs. With "resume" it goes on from a checkpoint. With "real" DeepSpeed itself runs, whose losses are those of
+deepspeed_losses.json (DS_ACCELERATOR=cpu torchrun --nproc-per-node=1).
 
 Of each run there are logs, whole parameters and the best checkpoint, or what it was told.
 """
@@ -55,9 +55,8 @@ def train(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         args |= over
         over = {}
     args = {**args, "output_dir": str(folder), "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    model = small_models.llama()
     given = {
-        "model": small_models.adapted(model) if run.get("adapters") else model,
+        "model": small_models.llama(),
         "args": transformers.TrainingArguments(**args),
         "train_dataset": samples(SAMPLES),
         "eval_dataset": samples(HELD_OUT),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from many_cells import of_cells
+from on_ranks import on_ranks
 from pool import Pool
 from torch import nn
 from training_loops import masters_of, params_of, sharded_net, snapshot, train, unequal
@@ -40,7 +41,9 @@ def test_remainders_are_fp32_masters_to_the_bit(pool: Pool) -> None:
     assert any((master.bfloat16().float() != master).any() for master in remainder["masters"].values())
 
 
-def moments_of_stages(rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_stochastically_rounded_moments_are_the_same_however_they_are_cut(rank: int, ranks: int) -> list[str]:
+    """The rounding noise is keyed by the global index, so that no cut changes it."""
     results = []
     for stage in (0, 3):
         sharded = sharded_net("uneven", stage=stage, param="bf16", master="remainder", moments="bf16")
@@ -50,16 +53,9 @@ def moments_of_stages(rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
         for name, param in sharded.named_params().items():
             for key in ("exp_avg", "exp_avg_sq"):
                 whole[f"{name}.{key}"] = optim.state[param][key].full_tensor()
+        assert whole["embed.weight.exp_avg"].dtype == torch.bfloat16
         results.append(whole)
-    return results
-
-
-def test_stochastically_rounded_moments_are_the_same_however_they_are_cut(pool: Pool) -> None:
-    """The rounding noise is keyed by the global index, so that no cut changes it."""
-    first, *others = pool.run(moments_of_stages, 2)[0]
-    assert first["embed.weight.exp_avg"].dtype == torch.bfloat16
-    for other in others:
-        assert unequal(first, other) == []
+    return unequal(*results)
 
 
 @pytest.mark.full("tests/checkpoint/test_any_to_any.py::test_blocks_of_8_bits_that_align_are_the_same_and_others_near")

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from typing import Any
-
 import pytest
 import small_decoders
 import torch
+from on_ranks import on_ranks
 from pool import Pool
-from training_loops import backward, sharded_net, train
+from training_loops import Raising, backward, sharded_net
 
 from dzero import AdamW, ZeroConfig, shard
 
 
-class Unfit(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("in backward")
-
-
-def mistakes(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_told_with_their_repair(rank: int, ranks: int) -> None:
     batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank]
     sharded = sharded_net("frozen", stage=2)
     for param in sharded.model.parameters():
@@ -47,15 +33,11 @@ def mistakes(rank: int, ranks: int) -> None:
 
     sharded = sharded_net("even", stage=3)
     optim = AdamW(sharded)
-    sharded.model.layers[0].register_forward_hook(lambda _, __, out: Unfit.apply(out))
+    sharded.model.layers[0].register_forward_hook(lambda _, __, out: Raising.apply(out))
     with pytest.raises(ArithmeticError):
         backward(sharded, optim, batch)
     with pytest.raises(RuntimeError, match=r"call zero_grad\(\), and repeat the step"):
         optim.step()
-
-
-def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
-    pool.run(mistakes, 2)
 
 
 class Branching(torch.nn.Module):
@@ -94,21 +76,3 @@ def test_ranks_that_run_units_in_different_orders_are_refused_and_both_orders_to
             theirs, ours = (1, 0) if stage == 0 else (0, 1)  # backward reduces the last layer first
             assert f"rank 0: {first[stage].format(theirs)}" in words
             assert f"rank {ranks - 1}: {first[stage].format(ours)}" in words
-
-
-def survivors(rank: int, ranks: int, stage: int) -> list[str]:
-    """Train a step, drop everything, and tell what is still alive."""
-    sharded = sharded_net("even", stage=stage)
-    optim = AdamW(sharded)
-    train(sharded, optim, "even", steps=1)
-    watched = {"sharded": sharded, "optimizer": optim, "gradients": optim.gradients, "model": sharded.model}
-    references = {name: weakref.ref(value) for name, value in watched.items()}
-    del sharded, optim, watched
-    gc.collect()
-    return [name for name, reference in references.items() if reference() is not None]
-
-
-def test_dropped_models_and_optimizers_are_freed(pool: Pool) -> None:
-    """No reference survives in FSDP2's or autograd's hooks."""
-    for stage in (0, 3):
-        assert pool.run(survivors, 2, stage) == [[], []]

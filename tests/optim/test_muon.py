@@ -20,6 +20,7 @@ import small_decoders
 import torch
 from dispatch_counter import DispatchCounter
 from many_cells import of_all
+from on_ranks import on_ranks
 from parity_cells import DTYPES, master_of, same_numbers, whole
 from pool import Pool
 from reference_muon import Muon as PlainMuon
@@ -268,7 +269,8 @@ def cut_by_tp() -> dzero.Sharded:
     return dzero.shard(dzero.parallelize(model, dzero.make_mesh("cpu", tp=2), plan), dzero.ZeroConfig(stage=0))
 
 
-def mistakes(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_told_with_their_repair(rank: int, ranks: int) -> None:
     even, cut = sharded_net("even", stage=2), cut_by_tp()
     early = sharded_net("even", stage=2, offload=dzero.OffloadConfig(**ON_HOST, overlap="backward"))
     every = [param for param in even.named_params().values() if param.requires_grad]
@@ -289,21 +291,13 @@ def mistakes(rank: int, ranks: int) -> None:
     whole_ones = [param for name, param in cut.named_params().items() if not name.startswith("0.")]
     torchs(cut, torch.optim.Adafactor, whole_ones)  # what tp leaves whole may be taken by itself
 
-
-def other_groups(rank: int, ranks: int) -> None:
-    """A state dict whose groups have the same parameters by the other rules."""
-    one, two = (sharded_net("even", stage=2) for _ in range(2))
-    named = two.named_params()
+    other = sharded_net("even", stage=2)
+    named = other.named_params()
     matrices = {name: param for name, param in named.items() if name.startswith("layers.0") and param.ndim == 2}
     rest = [param for name, param in named.items() if name not in matrices]
-    states = dzero.Muon(two, [{"params": rest}, {"params": [*matrices.values()], "rule": "muon"}]).state_dict()
+    states = dzero.Muon(other, [{"params": rest}, {"params": [*matrices.values()], "rule": "muon"}]).state_dict()
     with pytest.raises(ValueError, match=r"the rules \['adamw', 'muon'\], this optimizer's \['muon', 'adamw'\]"):
-        dzero.Muon(one).load_state_dict(states)
-
-
-def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
-    pool.run(mistakes, 2)
-    pool.run(other_groups, 2)
+        dzero.Muon(sharded_net("even", stage=2)).load_state_dict(states)
 
 
 class Mixed(nn.Module):

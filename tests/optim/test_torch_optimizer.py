@@ -11,6 +11,7 @@ from typing import Any
 import plain_classes
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import Pool
 from training_loops import params_of, sharded_net, train, unequal
 
@@ -78,7 +79,8 @@ class Unknown(torch.optim.SGD):
     """A class of which nothing is known."""
 
 
-def refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_rules_that_may_mix_parameters_are_refused_on_shards(rank: int, ranks: int) -> None:
     for stage, rule in ((3, torch.optim.LBFGS), (1, Unknown)):
         sharded = sharded_net("even", stage=stage)
         with pytest.raises(ValueError, match="silently wrong") as error:
@@ -106,10 +108,6 @@ def begun(rank: int, ranks: int) -> float:
 def test_loaded_values_are_masters_and_a_refused_option_costs_none(pool: Pool) -> None:
     """bf16 has 8 bits: a master of the values before would be off by half of them."""
     assert max(pool.run(begun, 2)) < 1e-6
-
-
-def test_rules_that_may_mix_parameters_are_refused_on_shards(pool: Pool) -> None:
-    pool.run(refusals, 2)
 
 
 class Counting(torch.optim.Optimizer):
@@ -152,12 +150,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def offload_of(kinds: dict[str, Any], path: str) -> OffloadConfig | None:
-    disk = {"disk": DiskConfig(paths=[path])} if "disk" in kinds.values() else {}
+def offload_of(kinds: dict[str, Any], path: Path) -> OffloadConfig | None:
+    disk = {"disk": DiskConfig(paths=[str(path)])} if "disk" in kinds.values() else {}
     return OffloadConfig(**kinds, **disk) if kinds else None
 
 
-def counted(rank: int, ranks: int, path: str, elementwise: bool) -> dict[str, Any]:
+def counted(rank: int, ranks: int, path: Path, elementwise: bool) -> dict[str, Any]:
     found = {}
     for name, (net, kinds) in WAYS.items():
         sharded = sharded_net("uneven", param="fp32", offload=offload_of(kinds, path), **net)
@@ -174,22 +172,23 @@ def counted(rank: int, ranks: int, path: str, elementwise: bool) -> dict[str, An
 @pytest.mark.parametrize("elementwise", [True, False])
 def test_a_class_counts_steps_of_training(pool: Pool, tmp_path: Path, elementwise: bool) -> None:
     plain = plain_classes.train(Counting, {"lr": 0.5}, precision="fp32", steps=2, clip=0.5)
-    for found in pool.run(counted, 2, str(tmp_path), elementwise):
+    for found in pool.run(counted, 2, tmp_path, elementwise):
         for name, each in found.items():
             assert each["numbers"] == (2, 0.75**2, 2, 2), name
             for key, want in plain.items():
                 torch.testing.assert_close(each["params"][key], want, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
 
 
-def resumed(rank: int, ranks: int, path: str) -> list[str]:
+@on_ranks(2)
+def test_a_checkpoint_has_the_counts_of_a_class(rank: int, ranks: int, tmp_path: Path) -> list[str]:
     net, kinds = WAYS["host"]
     ends = []
     for stop in (False, True):
-        sharded = sharded_net("uneven", offload=offload_of(kinds, path), **net)
+        sharded = sharded_net("uneven", offload=offload_of(kinds, tmp_path), **net)
         optim = TorchOptimizer(sharded, Counting, lr=0.5, elementwise=True)
         train(sharded, optim, "uneven", steps=2)
         if stop:
-            with Checkpointer(CheckpointConfig(folder=f"{path}/saved"), sharded, optim) as checkpoints:
+            with Checkpointer(CheckpointConfig(folder=f"{tmp_path}/saved"), sharded, optim) as checkpoints:
                 checkpoints.save(2, {})
                 checkpoints.finish()
                 train(sharded, optim, "uneven", steps=3)  # counts that the checkpoint must take back
@@ -201,15 +200,12 @@ def resumed(rank: int, ranks: int, path: str) -> list[str]:
     return unequal(*ends)
 
 
-def test_a_checkpoint_has_the_counts_of_a_class(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(resumed, 2, str(tmp_path)) == [[], []]
-
-
-def edited(rank: int, ranks: int, path: str) -> list[str]:
+@on_ranks(2)
+def test_counts_stay_with_their_group_when_another_is_taken_away(rank: int, ranks: int, tmp_path: Path) -> list[str]:
     """A group is taken away while the update of its parameters, which counts in it, may still run."""
     ends = []
     for kinds in ({}, WAYS["disk"][1]):
-        sharded = sharded_net("uneven", stage=2, param="fp32", offload=offload_of(kinds, path))
+        sharded = sharded_net("uneven", stage=2, param="fp32", offload=offload_of(kinds, tmp_path))
         first, *rest = sharded.named_params().values()
         optim = TorchOptimizer(sharded, Counting, [{"params": [first]}, {"params": rest}], lr=0.5, elementwise=True)
         train(sharded, optim, "uneven", steps=2)
@@ -220,10 +216,6 @@ def edited(rank: int, ranks: int, path: str) -> list[str]:
         assert (group["step"], float(group["decay"])) == (4, 0.75**4)
         ends.append(params_of(sharded))
     return unequal(*ends)
-
-
-def test_counts_stay_with_their_group_when_another_is_taken_away(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(edited, 2, str(tmp_path)) == [[], []]
 
 
 class Halving(torch.optim.SGD):
@@ -245,7 +237,7 @@ def owned(rank: int, ranks: int) -> dict[str, Any]:
             param.grad = torch.zeros_like(param) if name == "head.weight" else None
         optim.step()
     rate = torch.tensor(0.25)
-    on_host = sharded_net("even", offload=offload_of(WAYS["host"][1], ""))
+    on_host = sharded_net("even", offload=offload_of(WAYS["host"][1], Path()))
     halving = TorchOptimizer(on_host, Halving, lr=rate, elementwise=True)
     tried = float(rate)
     train(on_host, halving, steps=2)
@@ -267,22 +259,22 @@ class Shaped(torch.optim.SGD):
         super().step()
 
 
-def shaped(rank: int, ranks: int, path: str) -> None:
+@on_ranks(1)
+def test_a_state_that_checkpoints_cannot_hold_is_told_when_they_are_saved(
+    rank: int, ranks: int, tmp_path: Path
+) -> None:
     sharded = sharded_net("even", stage=2)
     optim = TorchOptimizer(sharded, Shaped, lr=0.1, elementwise=True)
     train(sharded, optim, steps=1)
     with (
-        Checkpointer(CheckpointConfig(folder=path), sharded, optim) as checkpoints,
+        Checkpointer(CheckpointConfig(folder=str(tmp_path)), sharded, optim) as checkpoints,
         pytest.raises(TypeError, match=r"Shaped keeps the state 'two' of shape \(2,\)"),
     ):
         checkpoints.save(1, {})
 
 
-def test_a_state_that_checkpoints_cannot_hold_is_told_when_they_are_saved(pool: Pool, tmp_path: Path) -> None:
-    pool.run(shaped, 1, str(tmp_path))
-
-
-def mixing(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_class_that_mixes_parameters_is_refused_off_the_device(rank: int, ranks: int) -> None:
     host = {"grad": "host", "master": "host", "moments": "host"}
     for kinds, advice in (({"grad": "host"}, "take offload.grad=device"), (host, "elementwise=True")):
         sharded = sharded_net("even", stage=0, offload=OffloadConfig(**kinds))
@@ -295,7 +287,3 @@ def mixing(rank: int, ranks: int) -> None:
     with pytest.raises(OffloadError, match="it mixes parameters") as failed:
         optim.synchronize()
     assert "norm=" in str(failed.value)
-
-
-def test_a_class_that_mixes_parameters_is_refused_off_the_device(pool: Pool) -> None:
-    pool.run(mixing, 2)

@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from operator_calls import Calls
-from pool import Pool
 from torch import Tensor, nn
 from training_loops import unequal
-
-from dzero import shard
 
 LAYERS = 3
 MODES = ["none", "selective", "full"]
@@ -113,23 +110,6 @@ def test_blocks_inside_elements_that_are_not_called_are_recomputed() -> None:
     with Calls() as count:
         out.sum().backward()
     assert count.calls["addmm"] == 2
-
-
-def sharded_gradients(rank: int, ranks: int) -> list[Grads]:
-    """Of each mode, whole."""
-    found = []
-    for mode in MODES:
-        model = llama(activation_checkpoint=mode)
-        shard(model, stage=3)
-        loss_of(model, (tokens() + rank) % 17).backward()
-        found.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
-    return found
-
-
-def test_sharded_blocks_are_checkpointed_to_the_bit(pool: Pool) -> None:
-    plain, selective, full = pool.run(sharded_gradients, 2)[0]
-    assert_same(plain, selective)
-    assert_same(plain, full)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from allocated_peak import allocated_peak_bytes
 from dispatch_counter import DispatchCounter
+from on_ranks import on_ranks
 from pool import Pool
 from small_runs import settled
 from torch import Tensor, nn
@@ -181,7 +182,8 @@ def test_settings_that_do_not_fit_are_named_with_what_does(tmp_path: Path, line:
         settled(tmp_path, *line.split())
 
 
-def refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_what_a_library_asks_in_vain_is_named(rank: int, ranks: int) -> None:
     """Of a library's user: a model without the methods, another attention, ranks and sequences that do not divide."""
     mesh = make_mesh("cpu")
     with pytest.raises(ValueError, match=r"mesh\.cp=2: Linear has no module with attend\(\)"):
@@ -192,7 +194,3 @@ def refusals(rank: int, ranks: int) -> None:
         shard(parallelize(Attending(), mesh, ParallelConfig(cp=4)), stage=3)
     with pytest.raises(ValueError, match="sequences of 10 tokens over cp=2 ranks: "):
         cut("ring", ranks).context.part(torch.zeros(1, 10))
-
-
-def test_what_a_library_asks_in_vain_is_named(pool: Pool) -> None:
-    pool.run(refusals, 2)

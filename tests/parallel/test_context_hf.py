@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 
@@ -208,7 +209,10 @@ def of_one_head_of_keys() -> None:
     model(input_ids=tokens, use_cache=False)
 
 
-def refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_what_attention_over_cut_sequences_cannot_do_is_refused(rank: int, ranks: int) -> None:
+    """Models with more than attention, those that compute something else from cut sequences, and what one way lacks."""
+
     def refused(message: str, attempt: Callable[..., object], *given: object) -> None:
         with pytest.raises(ValueError, match="cp") as told:
             attempt(*given)
@@ -245,8 +249,3 @@ def shifted(what: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "forward", {"feed-forward": of_tokens, "positions": of_input}[what])
         yield
-
-
-def test_what_attention_over_cut_sequences_cannot_do_is_refused(pool: Pool) -> None:
-    """Models with more than attention, those that compute something else from cut sequences, and what one way lacks."""
-    pool.run(refusals, 2)

@@ -114,28 +114,6 @@ def test_a_model_with_dropout_goes_on_over_other_axes(pool: Pool, tmp_path: Path
         assert len(told[0].losses) == 1
 
 
-WHOLE_SEQUENCES = pytest.mark.full(
-    "tests/parallel/test_context_hf.py::test_loss_and_gradients_are_those_of_whole_sequences"
-)
-RECOMPUTED = "block.activation_checkpoint=full"
-WINDOW = {
-    "sliding_window": 5,
-    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-    "attn_logit_softcapping": 0.5,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "line"),
-    [
-        ("qwen3", {}, "mesh.pp=2 zero.stage=2 train.accumulate=2"),
-        pytest.param("gemma2", WINDOW, "mesh.cp=2 mesh.cp_attention=ulysses " + RECOMPUTED, marks=WHOLE_SEQUENCES),
-        pytest.param("mistral", {}, "mesh.cp=2 block.activation_checkpoint=selective", marks=WHOLE_SEQUENCES),
-        pytest.param("llama", {}, "mesh.cp=2 mesh.tp=2 block.loss_tiles=3 zero.stage=3", marks=WHOLE_SEQUENCES),
-        pytest.param("qwen2", {}, "mesh.cp=2 block.compile=true", marks=WHOLE_SEQUENCES),
-    ],
-)
-def test_a_model_of_transformers_is_cut_too(
-    pool: Pool, tmp_path: Path, kind: str, sizes: dict[str, Any], line: str
-) -> None:
-    check(pool, tmp_path, " ".join([*of_transformers(tmp_path, kind, **sizes), line]))
+def test_a_model_of_transformers_is_cut_too(pool: Pool, tmp_path: Path) -> None:
+    """Along layers; its sequences are cut in test_context_hf.py."""
+    check(pool, tmp_path, " ".join([*of_transformers(tmp_path, "qwen3"), "mesh.pp=2 zero.stage=2 train.accumulate=2"]))

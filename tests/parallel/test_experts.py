@@ -10,6 +10,7 @@ import decoders
 import pytest
 import torch
 from cut_runs import Run
+from on_ranks import on_ranks
 from parity_cells import whole
 from pool import Pool
 from torch import Tensor, nn
@@ -141,7 +142,8 @@ def tied_experts() -> Any:
     return model
 
 
-def refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_what_ep_does_not_divide_and_experts_without_their_handle_are_named(rank: int, ranks: int) -> None:
     odd = decoders.on_meta(**{**decoders.EXPERTS, "experts": 3, "ffn_size": 5})
     refused = [
         (odd, 2, r"mesh\.ep=2 does not divide dim 0 of parameter layers\.0\.ffn\.experts\.gate"),
@@ -158,7 +160,3 @@ def refusals(rank: int, ranks: int) -> None:
         ValueError, match="2 ranks share experts of unit root: pass what parallelize_experts returned as"
     ):
         shard(model, mesh=mesh)
-
-
-def test_what_ep_does_not_divide_and_experts_without_their_handle_are_named(pool: Pool) -> None:
-    pool.run(refusals, 2)

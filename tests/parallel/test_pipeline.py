@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cut_runs import CLIP, EPS, LR, Run
+from on_ranks import on_ranks
 from parity_cells import together, whole
 from pool import Pool
 from torch import Tensor, nn
@@ -230,7 +231,8 @@ def test_a_model_of_its_own_in_a_loop_of_its_own(pool: Pool) -> None:
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_what_a_pipeline_cannot_run_is_refused_before_ranks_wait_for_each_other(rank: int, ranks: int) -> None:
     """Of a forward that does something between its modules, and of a microbatch of another size: each rank raises by
     itself, before it waits for another."""
     with pytest.raises(
@@ -241,7 +243,3 @@ def refusals(rank: int, ranks: int) -> None:
         planned_for = r"are \[3, 8\]: the pipeline was planned for 4 sequences"
         with pytest.raises(ValueError, match=rf"^tokens of microbatch {which} {planned_for}"):
             own_loop(rank, ranks, last_rows=3, evaluates=evaluates)
-
-
-def test_what_a_pipeline_cannot_run_is_refused_before_ranks_wait_for_each_other(pool: Pool) -> None:
-    pool.run(refusals, 2)

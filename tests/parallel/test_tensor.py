@@ -12,6 +12,7 @@ import decoders
 import pytest
 import torch
 from cut_runs import SEQUENCES, TOKENS, Run
+from on_ranks import on_ranks
 from parity_cells import whole
 from pool import Pool, WorkerError
 from torch import Tensor, nn
@@ -69,17 +70,15 @@ REFUSED = {
 }
 
 
-def refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks(rank: int, ranks: int) -> None:
     for message, attempt in REFUSED.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             attempt()
 
 
-def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks(pool: Pool) -> None:
-    pool.run(refusals, 2)
-
-
-def misled(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_plan_that_is_wrong_of_one_is_found_at_the_first_step(rank: int, ranks: int) -> None:
     """The norm sees a part of what the widening made, and the plan's author says that it does not."""
     torch.manual_seed(0)
     sharded = shard(cut(Mlp(), PLAN, replicated=("norm.*",)), precision="fp32")
@@ -88,10 +87,6 @@ def misled(rank: int, ranks: int) -> None:
     found = "ranks of tp found different gradients of norm.weight, of which each has a copy"
     with pytest.raises(RuntimeError, match=found):
         optim.step()
-
-
-def test_a_plan_that_is_wrong_of_one_is_found_at_the_first_step(pool: Pool) -> None:
-    pool.run(misled, 2)
 
 
 def of_its_own(rank: int, ranks: int) -> tuple[dict[str, Tensor], int, list[str]]:

@@ -20,29 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dzero import make_mesh, parallelize, testing, tile_loss
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "tied"), [(1, False), (3, True), (37, False)])
-def test_the_loss_and_its_gradients_are_those_of_whole_logits(n: int, tied: bool) -> None:
-    """fp32: log-sum-exps of tiles are rounded before they meet, a few times 2^-24."""
-    plain, tiled = llama(tied=tied), llama(tied=tied)
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(n: int, tied: bool, dtype: torch.dtype) -> None:
+    """fp32: log-sum-exps of tiles are rounded before they meet, a few times 2^-24. In bf16 logits are rounded as
+    untiled ones, and gradients of features are added tile by tile."""
+    plain, tiled = llama(tied=tied).to(dtype), llama(tied=tied).to(dtype)
     tile_loss(tiled, n)
     torch.testing.assert_close(tiled(batch()[0]), plain(batch()[0]), rtol=1e-6, atol=1e-7)
-    compare(plain, tiled, rtol=1e-5, atol=1e-7)
-
-
-def compare(plain: nn.Module, tiled: nn.Module, *, rtol: float, atol: float) -> None:
-    """Losses up to fp32, and gradients, whose tolerances are given."""
     losses = [reference_loss(plain, *batch()), tiled(*batch())]
     assert losses[1].dtype == torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     for loss in losses:
         loss.backward()  # type: ignore[no-untyped-call]
-    assert_close(grads_of(tiled), grads_of(plain), rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_bf16_logits_are_rounded_as_untiled_ones(tied: bool) -> None:
-    """The losses differ in fp32 only; gradients of features are added in bf16, tile by tile."""
-    compare(llama(tied=tied).bfloat16(), llama(loss_tiles=4, tied=tied).bfloat16(), rtol=3e-2, atol=2e-3)
+    close = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-3}
+    assert_close(grads_of(tiled), grads_of(plain), **close)
 
 
 @pytest.mark.parametrize("by_tokens", [True, False])

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocated_peak import allocated_peak_bytes
+from on_ranks import on_ranks
 from operator_calls import Calls
-from pool import Pool
 from tiled_models import LAYERS, SIZES, assert_close, batch, grads_of, llama, reference_loss
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -259,7 +259,8 @@ def test_what_cannot_be_tiled_is_told(action: Any, message: str) -> None:
         action()
 
 
-def tied_apart(rank: int, ranks: int) -> None:
+@on_ranks(1)
+def test_a_tied_parameter_that_was_tiled_is_refused_before_it_trains_apart(rank: int, ranks: int) -> None:
     """A tied parameter of which one place, or each, was tiled."""
     both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     both[1].weight = both[0].weight
@@ -270,7 +271,3 @@ def tied_apart(rank: int, ranks: int) -> None:
     for model, name in ((both, "1"), (head, "head")):
         with pytest.raises(ValueError, match=f"{name} was tiled, but the model uses its parameter elsewhere"):
             shard(model, stage=3)
-
-
-def test_a_tied_parameter_that_was_tiled_is_refused_before_it_trains_apart(pool: Pool) -> None:
-    pool.run(tied_apart, 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from parity_cells import whole
 from pool import Pool
 from tiled_models import assert_close, batch, llama, reference_loss, sharded_llama
@@ -28,7 +29,8 @@ from dzero.parallel.tiling.state_dicts import cut_optimizer, join_optimizer
 TILED = {"tiles": 3, "loss_tiles": 4, "embedding_tiles": 2}
 
 
-def seen_as_dtensors(rank: int, ranks: int) -> None:
+@on_ranks(4)
+def test_a_sharded_state_dict_is_the_untiled_models(rank: int, ranks: int) -> None:
     """A joined tensor is a DTensor as the untiled one is: shape, placement and rows; each rank has its own only."""
     plain, tiled = sharded_llama(), sharded_llama(TILED)
     ours, theirs = tiled.model.state_dict(), plain.model.state_dict()
@@ -47,10 +49,6 @@ def seen_as_dtensors(rank: int, ranks: int) -> None:
         assert torch.equal(plain.model.state_dict()[name].to_local(), value.to_local()), name
 
 
-def test_a_sharded_state_dict_is_the_untiled_models(pool: Pool) -> None:
-    pool.run(seen_as_dtensors, 4)
-
-
 def reset(part: nn.Module) -> None:
     """Values as torch draws them: their deviation may depend on a width that a tile has less of."""
     for each in part.modules():
@@ -60,7 +58,8 @@ def reset(part: nn.Module) -> None:
             each.reset_parameters()  # type: ignore[operator]
 
 
-def whole_dicts(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_whole_state_dicts_load_into_tiles(rank: int, ranks: int) -> None:
     """torch's helpers, with whole tensors on every rank; values drawn tile by tile are the untiled model's."""
     options = StateDictOptions(full_state_dict=True)
     for module in (nn.Linear(5, 9, device="meta"), nn.Embedding(9, 5, padding_idx=6, device="meta")):
@@ -75,10 +74,6 @@ def whole_dicts(rank: int, ranks: int) -> None:
     del other["layers.1.ffn.down.weight"]
     with pytest.raises(RuntimeError, match=r"layers\.1\.ffn\.down\.weight"):
         set_model_state_dict(tiled, other, options=options)
-
-
-def test_whole_state_dicts_load_into_tiles(pool: Pool) -> None:
-    pool.run(whole_dicts, 2)
 
 
 def packed(sharded: Sharded, optim: AdamW) -> dict[str, Any]:
@@ -139,11 +134,8 @@ def test_checkpoints_load_exactly_into_other_tiles_stages_and_ranks(
         assert_close(got, want, rtol=0, atol=0)
 
 
-def eight_bits(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_eight_bit_states_of_tiles_are_refused_by_name(rank: int, ranks: int) -> None:
     sharded = sharded_llama(TILED, param="bf16", moments="int8")
     with pytest.raises(ValueError, match=r"embedding\.weight.*8-bit.*precision\.moments=fp32"):
         packed(sharded, AdamW(sharded))
-
-
-def test_eight_bit_states_of_tiles_are_refused_by_name(pool: Pool) -> None:
-    pool.run(eight_bits, 2)

@@ -89,17 +89,15 @@ def train(
     precision: str,
     steps: int,
     clip: float | None,
-    net: str = "uneven",
-    ranks: int = 2,
 ) -> dict[str, Tensor]:
     """Parameters at the end: rank-averaged gradients of the working copy, clipped, into `rule` over fp32 masters."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     return reference.train(
-        lambda: small_decoders.build(net),
-        small_decoders.batches(net, steps=steps, ranks=ranks, microbatches=1),
+        lambda: small_decoders.build("uneven"),
+        small_decoders.batches("uneven", steps=steps, ranks=2, microbatches=1),
         small_decoders.loss_fn,
         lrs=[0.0] * steps,
         numerics=reference.Numerics(working=dtype, wire=dtype, grad=dtype),
         clip=clip,
-        rules={name: OfClass(rule, options) for name, _ in small_decoders.build(net).named_parameters()},
+        rules={name: OfClass(rule, options) for name, _ in small_decoders.build("uneven").named_parameters()},
     ).params

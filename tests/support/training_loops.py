@@ -15,6 +15,18 @@ from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh
 from dzero.testing import local
 
 
+class Raising(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
 def sharded_net(
     net: str = "even",
     *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import decoders
@@ -13,13 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fake_ranks import fake_ranks
 from live_tensors import live_bytes
+from on_ranks import on_ranks
 from parity_cells import whole
-from pool import Pool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from training_loops import backward, params_of, snapshot, unequal
+from training_loops import backward, params_of, unequal
 
-from dzero import AdamW, CheckpointConfig, Checkpointer, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard, testing
+from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard, testing
 
 LAYERS, WIDTH, VOCAB = 2, 64, 512
 APART, TOGETHER = ["Embedding", "Block", "Linear"], ["Block"]
@@ -105,7 +104,8 @@ def trained(stage: int, units: list[str], offload: OffloadConfig | None) -> dict
     return params_of(sharded)
 
 
-def differ(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_no_bit_depends_on_whether_the_ends_are_units(rank: int, ranks: int) -> list[str]:
     """What differs between a run with ends apart and one with all in the root, on the device, of other offloads."""
     wrong = []
     for stage, offload in ((1, None), (2, None), (3, HOST)):
@@ -113,44 +113,19 @@ def differ(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
-def test_no_bit_depends_on_whether_the_ends_are_units(pool: Pool) -> None:
-    assert pool.run(differ, 2) == [[], []]
-
-
-def called_apart(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_ends_can_be_called_by_themselves(rank: int, ranks: int) -> list[str]:
     """The embedding by itself, as transformers users make `inputs_embeds`, and the head; before and after a forward."""
-    found = []
+    wrong = []
     for stage in (1, 3):
         sharded = sharded_llama(stage)
         model: Any = sharded.model
         with torch.no_grad():
             wanted = whole(model.embedding.weight)[tokens(0)]
             for _ in range(2):
-                found.append(torch.equal(model.embedding(tokens(0)), wanted))
                 features = torch.ones(2, WIDTH, dtype=torch.bfloat16)
-                found.append(torch.equal(model.head(features), F.linear(features, whole(model.head.weight))))
+                of_head = F.linear(features, whole(model.head.weight))
+                wrong += [] if torch.equal(model.embedding(tokens(0)), wanted) else [f"embedding at {stage}"]
+                wrong += [] if torch.equal(model.head(features), of_head) else [f"head at {stage}"]
                 loss_of(sharded, 0)
-    return found
-
-
-def test_ends_can_be_called_by_themselves(pool: Pool) -> None:
-    assert pool.run(called_apart, 2) == [[True] * 8] * 2
-
-
-def saved_and_loaded(rank: int, ranks: int, folder: Path) -> list[str]:
-    """What differs of a checkpoint's parameters and states in a run with the other units, which cut as many ranks."""
-    there, here = sharded_llama(), sharded_llama(2, TOGETHER)
-    optim, other = AdamW(there), AdamW(here)
-    step(there, optim)
-    config = CheckpointConfig(folder=str(folder), every=1)
-    with Checkpointer(config, there, optim) as checkpoints:
-        checkpoints.save(1, {})
-        checkpoints.finish()
-    assert unequal(snapshot(there, optim), snapshot(here, other)) != []
-    with Checkpointer(config, here, other) as checkpoints:
-        checkpoints.resume("auto")
-    return unequal(snapshot(there, optim), snapshot(here, other))
-
-
-def test_checkpoints_do_not_depend_on_units(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(saved_and_loaded, 2, tmp_path) == [[], []]
+    return wrong

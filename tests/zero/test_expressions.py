@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -38,6 +39,8 @@ ALWAYS = (
     "w.T[0]",
     "w.t().mul_(2)",
     "w.view(torch.int32).zero_()",
+    "nn.init.xavier_uniform_(w)",
+    "w.add_(torch.randn_like(w))",
 )
 """Rows that every run of the test takes: each of another kind."""
 WRITE = re.compile(r" [-+*/]?= |_\(.*\)$|out=")
@@ -251,7 +254,10 @@ OF_ONE: dict[str, Any] = {
 }
 
 
-def of_weights_cut_twice(rank: int, ranks: int, axis: str) -> list[str]:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("axis", ["tp", "replicate"])
+@on_ranks(4)
+def test_expressions_on_weights_that_two_axes_cut_or_copy(rank: int, ranks: int, axis: str) -> list[str]:
     """Expressions whose value or gradient is not that of plain torch, on a mesh of two axes."""
     torch.manual_seed(0)
     plain = Mlp()
@@ -278,13 +284,8 @@ def of_weights_cut_twice(rank: int, ranks: int, axis: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("axis", ["tp", "replicate"])
-def test_expressions_on_weights_that_two_axes_cut_or_copy(pool: Pool, axis: str) -> None:
-    assert pool.run(of_weights_cut_twice, 4, axis) == [[]] * 4
-
-
-def waits(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_expressions_wait_for_an_update_in_flight(rank: int, ranks: int) -> list[str]:
     """Expressions that read a weight without waiting for an update in flight."""
     sharded = shard(Weights(), ZeroConfig(stage=3), precision="fp32")
     w: Any = sharded.model.get_parameter("w")
@@ -298,10 +299,6 @@ def waits(rank: int, ranks: int) -> list[str]:
         missed += [] if done else [code]
         unit.pending = None
     return missed
-
-
-def test_expressions_wait_for_an_update_in_flight(pool: Pool) -> None:
-    assert pool.run(waits, 2) == [[], []]
 
 
 def refusals(rank: int, ranks: int) -> list[str]:

@@ -13,6 +13,7 @@ import reference
 import small_decoders
 import torch
 from fake_ranks import fake_ranks
+from on_ranks import on_ranks
 from parity_cells import Cell, in_plain_torchao
 from pool import Pool
 from torch import nn
@@ -59,7 +60,9 @@ class Recomputed(nn.Module):
         return out
 
 
-def recomputed(rank: int, ranks: int, compute: str) -> None:
+@pytest.mark.parametrize("compute", ["fp8_tensorwise", "fp8_rowwise"])
+@on_ranks(1)
+def test_recomputation_changes_no_bit(rank: int, ranks: int, compute: str) -> None:
     """Compare a model whose blocks are computed twice with one of plain torchao whose blocks are not."""
     model = small_decoders.build("even")
     model.layers = nn.ModuleList(Recomputed(block) for block in model.layers)
@@ -74,11 +77,6 @@ def recomputed(rank: int, ranks: int, compute: str) -> None:
     assert losses[0].item() == losses[1].item()
     grads = {name.replace(".block.", "."): param.grad for name, param in sharded.model.named_parameters()}
     assert all(torch.equal(parity_cells.whole(grads[name]), param.grad) for name, param in plain.named_parameters())
-
-
-@pytest.mark.parametrize("compute", ["fp8_tensorwise", "fp8_rowwise"])
-def test_recomputation_changes_no_bit(pool: Pool, compute: str) -> None:
-    pool.run(recomputed, 1, compute)
 
 
 def sharded_on_meta(model: nn.Module, **precision: Any) -> Sharded:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from fake_ranks import fake_ranks
 from live_tensors import live_bytes
+from on_ranks import on_ranks
 from parity_cells import whole
 from pool import Pool
 from torch import Tensor, nn
@@ -126,6 +127,7 @@ def train(sharded: Sharded, optim: AdamW, steps: list[Tensor]) -> list[float]:
 
 
 Settings = tuple[int, OffloadConfig | None]
+ALL_ON_HOST = dict.fromkeys(("param", "grad", "master", "moments"), "host")
 
 
 def trained(rank: int, ranks: int, kind: str, cells: list[Settings]) -> list[dict[str, Any]]:
@@ -140,22 +142,12 @@ def trained(rank: int, ranks: int, kind: str, cells: list[Settings]) -> list[dic
     return found
 
 
-def every_tier(folder: Path) -> list[OffloadConfig]:
-    disk = DiskConfig(paths=[str(folder)], block_bytes=4096)
-    every = dict.fromkeys(("param", "grad", "master", "moments"), "host")
-    return [
-        OffloadConfig(**every, frozen="disk", disk=disk),
-        OffloadConfig(frozen="host"),
-        OffloadConfig(frozen="disk", disk=disk),
-        OffloadConfig(**every),
-        OffloadConfig(**every, frozen="device"),
-        OffloadConfig(**dict.fromkeys(every, "disk"), frozen="host", disk=disk),
-        OffloadConfig(**dict.fromkeys(every, "disk"), disk=disk),
-    ]
-
-
-def check(found: list[dict[str, Any]], kind: str) -> None:
-    """Runs of one number of ranks: they agree with plain torch, and with each other to the bit."""
+@pytest.mark.parametrize("kind", ["param", "nf4"])
+def test_steps_are_those_of_plain_torch(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """And stages and tiers have the same bits; others are asked in tests/trainer/test_lora.py."""
+    tiers = OffloadConfig(**ALL_ON_HOST, frozen="disk", disk=DiskConfig(paths=[str(tmp_path)], block_bytes=4096))
+    cells: list[Settings] = [(3, None), (3, tiers)] if kind == "nf4" else [(1, None)]
+    found = pool.run(trained, 2, kind, cells)[0]
     want, model = oracle(found[0]["decoded"]), dict(net().named_parameters())
     changed = {name for name, param in model.items() if not torch.equal(param, found[0]["decoded"][name])}
     assert changed == (QUANTIZED if kind != "param" else set())
@@ -168,23 +160,6 @@ def check(found: list[dict[str, Any]], kind: str) -> None:
                 assert torch.equal(each["params"][name], param), name
         assert each["losses"] == found[0]["losses"], "all stages and tiers have the same bits"
         assert all(torch.equal(param, found[0]["params"][name]) for name, param in each["params"].items())
-
-
-@pytest.mark.parametrize("kind", ["param", "nf4"])
-def test_steps_are_those_of_plain_torch(pool: Pool, tmp_path: Path, kind: str) -> None:
-    cells: list[Settings] = [(3, None), (3, every_tier(tmp_path)[0])] if kind == "nf4" else [(1, None)]
-    check(pool.run(trained, 2, kind, cells)[0], kind)
-
-
-@pytest.mark.full("tests/zero/test_frozen_weights.py::test_steps_are_those_of_plain_torch")
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["param", "int8", "nf4"])
-def test_steps_are_those_of_plain_torch_at_every_stage_and_tier(
-    pool: Pool, tmp_path: Path, kind: str, ranks: int
-) -> None:
-    cells: list[Settings] = [(stage, None) for stage in range(4)]
-    cells += [(3, offload) for offload in every_tier(tmp_path)] + [(0, OffloadConfig(frozen="host"))]
-    check(pool.run(trained, ranks, kind, cells)[0], kind)
 
 
 def measured(stage: int, kind: str) -> list[dict[str, Any]]:
@@ -264,7 +239,10 @@ def test_a_checkpoint_gives_back_the_same_bytes_on_other_ranks(pool: Pool, tmp_p
         assert torch.equal(second["params"][name], first["decoded"][name])
 
 
-def written(rank: int, ranks: int, tier: str) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("tier", ["host", "device"])
+@on_ranks(2)
+def test_weights_that_are_written_are_quantized_anew(rank: int, ranks: int, tier: str) -> None:
     """Other values, as a state dict and by hand; what is held of them is what a model with those values holds."""
     sharded = sharded_net(3, "nf4", OffloadConfig(frozen=tier))
     train(sharded, AdamW(sharded), batches()[:1])
@@ -284,12 +262,6 @@ def written(rank: int, ranks: int, tier: str) -> None:
         plain.load_state_dict(values)
         tokens = batches()[0]
         torch.testing.assert_close(loss_of(sharded.model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("tier", ["host", "device"])
-def test_weights_that_are_written_are_quantized_anew(pool: Pool, tier: str) -> None:
-    pool.run(written, 2, tier)
 
 
 def test_weights_without_values_are_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 import small_decoders
 import torch
 from live_tensors import live_bytes
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor
 from training_loops import backward, sharded_net, snapshot, train, unequal
@@ -100,7 +101,8 @@ def test_training_goes_on_with_the_same_bits_and_the_formulas_bytes_are_free(
         assert (found["rest"] > 0) != stays
 
 
-def handed_on(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_masters_of_no_optimizer_are_parked_too(rank: int, ranks: int) -> list[str]:
     """What differs if masters are parked before an optimizer takes them, and after one is gone."""
     found = []
     for parks in (False, True):
@@ -116,10 +118,6 @@ def handed_on(rank: int, ranks: int) -> list[str]:
             gc.collect()
     assert unequal(found[0], found[1]) != []
     return unequal(found[0], found[2]) + unequal(found[1], found[3])
-
-
-def test_masters_of_no_optimizer_are_parked_too(pool: Pool) -> None:
-    assert pool.run(handed_on, 2) == [[], []]
 
 
 def told_by(do: Any) -> str:

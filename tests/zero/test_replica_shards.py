@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-import reference
 import small_decoders
 import torch
 from fake_ranks import fake_ranks
@@ -16,7 +15,7 @@ from training_loops import masters_of, params_of, sharded_net, train, unequal
 
 from dzero import AdamW, DiskConfig, OffloadConfig, TorchOptimizer, ZeroConfig, testing
 
-STEPS, LR, CLIP = 5, 3e-3, 0.5
+LR, CLIP = 3e-3, 0.5
 OVER_ALL = ("replicate", "shard")
 STATES_ON_HOST = {"grad": "host", "master": "host", "moments": "host"}
 FORWARD, IN_STEP = OffloadConfig(**STATES_ON_HOST), OffloadConfig(master="host", moments="host", overlap="step")
@@ -63,48 +62,16 @@ def both(rank: int, ranks: int, folder: str, cells: int, steps: int) -> list[lis
 
 
 def test_parts_of_states_give_the_bits_of_whole_shards_of_them(pool: Pool, tmp_path: Any) -> None:
-    """Losses, norms, parameters, masters and moments: each element is averaged and updated by the same operations."""
+    """Losses, norms, parameters, masters and moments: each element is averaged and updated by the same operations.
+
+    Beside plain torch both are trained in tests/zero/test_unused.py and tests/habits/test_models_and_loops.py.
+    """
     assert pool.run(both, 4, str(tmp_path), FEW, 2) == [[[]] * FEW] * 4
 
 
 @pytest.mark.full("tests/zero/test_replica_shards.py::test_parts_of_states_give_the_bits_of_whole_shards_of_them")
 def test_so_they_do_in_every_tier(pool: Pool, tmp_path: Any) -> None:
     assert pool.run(both, 4, str(tmp_path), len(CELLS), 3, timeout_s=400) == [[[]] * len(CELLS)] * 4
-
-
-def trained(rank: int, ranks: int, stage: int, microbatches: int, tier: str) -> dict[str, Any]:
-    sharded = sharded_net(
-        "uneven",
-        stage=stage,
-        microbatches=microbatches,
-        replicate=2,
-        optimizer_shard_axes=OVER_ALL,
-        offload=OffloadConfig(grad=tier, master=tier, moments=tier),
-        param="fp32",
-    )
-    optim = AdamW(sharded, lr=LR, max_norm=CLIP)
-    losses = train(sharded, optim, "uneven", steps=STEPS)
-    assert optim.last_decision is not None
-    optim.synchronize()
-    return {"losses": losses, "norm": optim.last_decision.norm, "params": params_of(sharded)}
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("tier", ["host", "device"])
-@pytest.mark.parametrize(("stage", "microbatches"), [(3, 2), (1, 1), (2, 1), (2, 2)])
-def test_it_trains_as_one_process_does(pool: Pool, stage: int, microbatches: int, tier: str) -> None:
-    """fp32, 5 steps: 1e-5 of every loss, of the last norm, and of each parameter's length."""
-    ranks = pool.run(trained, 4, stage, microbatches, tier)
-    drawn = small_decoders.batches("uneven", steps=STEPS, ranks=4, microbatches=microbatches)
-    want = reference.train(
-        lambda: small_decoders.build("uneven"), drawn, small_decoders.loss_fn, lrs=[LR] * STEPS, clip=CLIP
-    )
-    losses = torch.tensor([each["losses"] for each in ranks]).mean(0)
-    torch.testing.assert_close(losses, torch.tensor(want.losses), rtol=1e-5, atol=0)
-    assert ranks[0]["norm"] == pytest.approx(want.norms[-1], rel=1e-5)
-    for name, param in want.params.items():
-        assert float((ranks[0]["params"][name] - param).norm() / param.norm()) < 1e-5, name
-    assert all(unequal(each["params"], ranks[0]["params"]) == [] for each in ranks)
 
 
 def held(rank: int, net: str, **precision: str) -> tuple[dict[str, int], dict[str, int]]:

@@ -193,39 +193,3 @@ def test_what_other_ranks_or_the_host_have_is_copied(
     for computed, own in pool.run(where, ranks, stage, offload):
         assert own.keys() == computed.keys()
         assert not set(computed.values()) & set(own.values())
-
-
-def assigned(_: int, __: int, together: bool) -> tuple[list[str], bool]:
-    """A state dict's tensors put in the parameters' place, each in memory of its own or all `together` in one, after a
-    step; another step. What then differs from a model that had those values copied, and from the memory's rest."""
-    models = [sharded_net(stage=0, seed=seed) for seed in (0, 0, 1)]
-    for model in models[:2]:
-        train(model, AdamW(model), steps=1)
-    values = {name: param.detach().clone() for name, param in models[2].model.state_dict().items()}
-    models[0].model.load_state_dict(values)
-    flat = torch.full((7 + sum(value.numel() for value in values.values()),), 3.0, dtype=torch.bfloat16)
-    at = 0
-    for name, value in values.items() if together else ():
-        slot = flat[at : (at := at + value.numel())].view(value.shape).copy_(local(value))
-        values[name] = DTensor.from_local(slot, value.device_mesh, value.placements)
-    models[1].model.load_state_dict(values, assign=True)
-    after = []
-    for model in models[:2]:
-        losses = []
-        for _ in range(2):  # the second finds what the first made
-            loss = small_decoders.loss_fn(model.model, batch())
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        after.append({f"loss {n}": loss for n, loss in enumerate(losses)} | grads(model))
-    return unequal(*after), bool(flat[at:].eq(3.0).all())
-
-
-def grads(sharded: Sharded) -> dict[str, Tensor]:
-    return {name: local(param.grad) for name, param in sharded.model.named_parameters() if param.grad is not None}
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_tensors_that_are_assigned_are_used_and_nothing_beside_them_is_touched(pool: Pool, together: bool) -> None:
-    ((differ, untouched),) = pool.run(assigned, 1, together)
-    assert differ == []
-    assert untouched

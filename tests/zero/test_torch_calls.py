@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from parity_cells import whole
 from pool import Pool
 from torch import Tensor, nn
@@ -173,12 +174,9 @@ def test_gradients_are_divided_as_in_fsdp2(pool: Pool) -> None:
     pool.run(compared, 4, True, CELLS[2:3])
 
 
-def refused(rank: int, ranks: int) -> None:
+@on_ranks(1)
+def test_a_divisor_that_is_no_number_above_zero_is_refused(rank: int, ranks: int) -> None:
     sharded = dzero.shard(net(), stage=2, precision="fp32")
     for factor in (0.0, -1.0, float("nan"), "2"):
         with pytest.raises(ValueError, match=r"set_gradient_divide_factor.*a number above 0"):
             divided(sharded.model, factor, old_name=False)  # type: ignore[arg-type]
-
-
-def test_a_divisor_that_is_no_number_above_zero_is_refused(pool: Pool) -> None:
-    pool.run(refused, 1)

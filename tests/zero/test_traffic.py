@@ -8,6 +8,7 @@ import pytest
 import small_decoders
 from dispatch_counter import DispatchCounter
 from fake_ranks import fake_ranks
+from on_ranks import on_ranks
 from pair_counter import PairCounter
 from pool import Pool
 from training_loops import backward, sharded_net
@@ -146,14 +147,11 @@ def test_a_step_moves_what_the_table_says(ranks: int) -> None:
             check(**cell)
 
 
-def checked(rank: int, ranks: int, cell: dict[str, Any]) -> None:
-    check(**cell)
-
-
 @pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("ranks", "cell"), [*REALLY, *((4, cell) for cell in CELLS[4])], ids=str)
-def test_a_step_of_real_ranks_moves_what_the_table_says(pool: Pool, ranks: int, cell: dict[str, Any]) -> None:
-    pool.run(checked, ranks, cell)
+@on_ranks()
+def test_a_step_of_real_ranks_moves_what_the_table_says(rank: int, ranks: int, cell: dict[str, Any]) -> None:
+    check(**cell)
 
 
 @pytest.mark.product(keep=1)

@@ -10,6 +10,7 @@ import pytest
 import small_decoders
 import torch
 from fake_ranks import fake_ranks
+from on_ranks import on_ranks
 from pool import Pool
 from torch import nn
 from training_loops import params_of, sharded_net, train, unequal
@@ -26,11 +27,16 @@ CELLS: list[dict[str, Any]] = [
 ]
 
 
-def differences(rank: int, ranks: int, folder: str, cell: dict[str, Any]) -> list[str]:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+@on_ranks(2)
+def test_a_run_in_parts_has_the_bits_of_one_in_whole_units(
+    rank: int, ranks: int, tmp_path: Path, cell: dict[str, Any]
+) -> list[str]:
     """What differs between a run in whole units and one in parts."""
     settings = dict(cell)
     net, tier = settings.pop("net"), settings.pop("tier", "device")
-    disk = {"disk": DiskConfig(paths=[folder])} if tier == "disk" else {}
+    disk = {"disk": DiskConfig(paths=[str(tmp_path)])} if tier == "disk" else {}
     offload, found = OffloadConfig(grad=tier, master=tier, moments=tier, **disk), []
     for unit_bytes in (None, 1):
         with warnings.catch_warnings():
@@ -43,12 +49,6 @@ def differences(rank: int, ranks: int, folder: str, cell: dict[str, Any]) -> lis
     (units, whole), (more, parted) = found
     assert more > units
     return unequal(whole, parted)
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_run_in_parts_has_the_bits_of_one_in_whole_units(pool: Pool, tmp_path: Path, cell: dict[str, Any]) -> None:
-    assert pool.run(differences, 2, str(tmp_path), cell) == [[], []]
 
 
 class Three(nn.Module):

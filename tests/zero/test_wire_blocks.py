@@ -9,6 +9,7 @@ import pytest
 import small_decoders
 import torch
 from block_cases import through_blocks
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from training_loops import params_of, sharded_net, train, unequal
@@ -94,7 +95,10 @@ CELLS: list[dict[str, Any]] = [
 ]
 
 
-def trained(rank: int, ranks: int, cell: dict[str, Any]) -> list[str]:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+@on_ranks(RANKS)
+def test_stages_and_tiers_have_the_same_bits(rank: int, ranks: int, cell: dict[str, Any]) -> list[str]:
     """What differs from stage 3, with feedback."""
     results, precision = [], {"param": "bf16", "gather": "int8", "reduce": "int4", "feedback": True}
     for settings in ({"stage": 3}, cell):
@@ -104,14 +108,10 @@ def trained(rank: int, ranks: int, cell: dict[str, Any]) -> list[str]:
     return unequal(*results)
 
 
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_stages_and_tiers_have_the_same_bits(pool: Pool, cell: dict[str, Any]) -> None:
-    assert pool.run(trained, RANKS, cell)[0] == []
-
-
-def resumed(rank: int, ranks: int, folder: str) -> list[list[str]]:
-    """Names of what differs between a run that saved and went on, and one that resumed; and one that did neither."""
+@on_ranks(2)
+def test_a_run_that_resumes_has_the_bits_of_the_one_that_went_on(rank: int, ranks: int, tmp_path: Path) -> list[str]:
+    """Residuals are not saved, so that a save drops them; a run that does not save keeps them, which shows."""
+    folder = str(tmp_path)
     kind: dict[str, Any] = {"stage": 3, "param": "bf16", "reduce": "int4", "feedback": True}
     ends = []
     for name, seed in (("saves", 0), ("resumes", 1), ("goes on", 0)):
@@ -126,11 +126,5 @@ def resumed(rank: int, ranks: int, folder: str) -> list[list[str]]:
                 assert checkpoints.resume(folder) is not None
             losses = train(sharded, optim, "uneven", steps=2, seed=7)
         ends.append(params_of(sharded) | {"losses": torch.tensor(losses)})
-    return [unequal(ends[0], other) for other in ends[1:]]
-
-
-def test_a_run_that_resumes_has_the_bits_of_the_one_that_went_on(pool: Pool, tmp_path: Path) -> None:
-    """Residuals are not saved, so that a save drops them; a run that does not save keeps them, which shows."""
-    for differ, without_a_save in pool.run(resumed, 2, str(tmp_path)):
-        assert differ == []
-        assert without_a_save != []
+    assert unequal(ends[0], ends[2]) != []
+    return unequal(ends[0], ends[1])

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_ranks import fake_ranks
+from on_ranks import on_ranks
 from pool import Pool
 from torch import nn
 from torch.distributed import _functional_collectives as functional
@@ -58,18 +59,14 @@ def begin(rank: int, ledger: Ledger, elems: tuple[int, int], timeout_s: float = 
         reduce(torch.zeros(elems[1]), torch.ones(exchange.ranks * elems[1]), group, None)
 
 
-def checked(rank: int, ranks: int) -> str:
+@on_ranks(3)
+def test_checked_collectives_name_both_sides_before_data_moves(rank: int, ranks: int) -> None:
     ledger = Ledger()
     ledger.collective_log.check = True
-    with pytest.raises(RuntimeError) as refused:
+    both = [r"all_gather of layers\.0", r"reduce_scatter of layers\.1"]
+    says = [rf"  rank {number}: #1 {each} over shard \[8 x float32\]\n" for number, each in enumerate(both)]
+    with pytest.raises(RuntimeError, match="".join(says)):
         begin(rank, ledger, (8, 8))
-    return str(refused.value)
-
-
-def test_checked_collectives_name_both_sides_before_data_moves(pool: Pool) -> None:
-    for said in pool.run(checked, 3):
-        assert "  rank 0: #1 all_gather of layers.0 over shard [8 x float32]\n" in said
-        assert "  rank 1: #1 reduce_scatter of layers.1 over shard [8 x float32]" in said
 
 
 def of_other_sizes(rank: int, ranks: int) -> str:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from block_cases import DTYPES as DTYPES_OF_BLOCKS
 from block_cases import kernels_differ, same, through_blocks
+from on_ranks import on_ranks
 from pair_counter import PairCounter
 from pool import Pool
 from torch import Tensor
@@ -116,7 +117,10 @@ def check_sums(rank: int, ranks: int, routes: list[Hops], formats: list[Format],
         assert torch.equal(gathered, torch.cat(parts)), where
 
 
-def check_in_pieces(rank: int, ranks: int) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("ranks", [3, 2, 4])
+@on_ranks()
+def test_exact_is_the_rank_ordered_fp32_average_in_pieces_of_any_size(rank: int, ranks: int) -> None:
     """In one piece, and down to one element at a time."""
     check_sums(rank, ranks, [Hops(ranks)], DTYPES, (0, 1, 7, 3 * host_sum.TILE_ELEMS + 77))
     for block_bytes in (2, 512):
@@ -125,24 +129,17 @@ def check_in_pieces(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.product(keep=1)
-@pytest.mark.parametrize("ranks", [3, 2, 4])
-def test_exact_is_the_rank_ordered_fp32_average_in_pieces_of_any_size(pool: Pool, ranks: int) -> None:
-    pool.run(check_in_pieces, ranks)
-
-
-def check_hops(rank: int, ranks: int, block_bytes: int, codes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("codes", [("int4", "int8"), ("fp8",)], ids=str)
+@pytest.mark.parametrize("block_bytes", [2000, 4 << 20], ids=["in pieces", "in one piece"])
+@on_ranks(4)
+def test_sums_in_hops_and_blocks_are_their_definitions(
+    rank: int, ranks: int, block_bytes: int, codes: tuple[str, ...]
+) -> None:
     routes = [Hops(ranks), Hops(2, ranks // 2), Hops(2, ranks // 2, nodes=True)]
     blocks: list[Format] = [(dtype, Blocks(SIZES, code), dtype) for dtype in (BF16, FP32) for code in codes]
     with patch.dict(reduction.BLOCK_BYTES, cpu=block_bytes):
         check_sums(rank, ranks, routes, [(FP32, FP32, FP32), (FP32, BF16, BF16)], (0, 1, ranks + 1, 501))
         check_sums(rank, ranks, routes, blocks, (ELEMS,))
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("codes", [("int4", "int8"), ("fp8",)], ids=str)
-@pytest.mark.parametrize("block_bytes", [2000, 4 << 20], ids=["in pieces", "in one piece"])
-def test_sums_in_hops_and_blocks_are_their_definitions(pool: Pool, block_bytes: int, codes: tuple[str, ...]) -> None:
-    pool.run(check_hops, 4, block_bytes, codes)
 
 
 def staging(rank: int, ranks: int) -> list[int]:
@@ -165,33 +162,6 @@ def test_staging_stays_below_its_bound(pool: Pool) -> None:
         assert 0 < cuda <= reduction.STAGING_BYTES == 32 << 20
 
 
-def compare_native(rank: int, ranks: int) -> None:
-    exact, native = ExactReduction(world()), NativeReduction(world())
-    # fp32: ranks - 1 roundings of sums of magnitude <= sum |x|; 16 bits: each of them rounds to the wire dtype.
-    for dtype, eps in ((FP32, 2.0**-24), (BF16, 2.0**-8)):
-        full = drawn(ranks, ranks * 501, dtype)
-        tolerance = ranks * eps * torch.stack(full).float().abs().sum(0) / ranks + 1e-30
-        mine = slice(rank * 501, (rank + 1) * 501)
-        a, b = torch.empty(501, dtype=dtype), torch.empty(501, dtype=dtype)
-        exact.reduce_scatter(a, full[rank], dtype)
-        native.reduce_scatter(b, full[rank].clone(), dtype)
-        assert ((a.float() - b.float()).abs() <= tolerance[mine]).all(), dtype
-        a, b = full[rank].clone(), full[rank].clone()
-        exact.all_reduce(a, dtype)
-        native.all_reduce(b, dtype)
-        assert ((a.float() - b.float()).abs() <= tolerance).all(), dtype
-        gathered = torch.empty(ranks * full[0].numel(), dtype=dtype)
-        for work in native.all_gather(gathered, full[rank]):
-            work.wait()
-        assert torch.equal(gathered, torch.cat(full))
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_native_agrees_with_exact_to_the_rounding_of_its_sums(pool: Pool, ranks: int) -> None:
-    pool.run(compare_native, ranks)
-
-
 def average_large_halves(rank: int, ranks: int) -> list[float]:
     """Of fp16 gradients whose sum is above 65,504, and whose mean is not."""
     full, output = torch.full((ranks * 8,), 40_000.0, dtype=torch.float16), torch.empty(8, dtype=torch.float16)
@@ -205,7 +175,11 @@ def test_native_divides_fp16_before_it_sums(pool: Pool) -> None:
         assert found == [40_000.0, 40_000.0]
 
 
-def check_feedback(rank: int, ranks: int, code: str) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("code", ["int4", *(code for code in FORMATS if code != "int4")])
+@on_ranks(4)
+def test_feedback_adds_what_rounding_left_to_the_next_payload(rank: int, ranks: int, code: str) -> None:
+    """To the bit; sums over many steps stay near the truth, and an overflow is forgotten."""
     mine = slice(rank * ELEMS, (rank + 1) * ELEMS)
     for hops in (Hops(ranks), Hops(2, ranks // 2)):
         exact, wire, output = ExactReduction(world(), hops), Blocks(SIZES, code), torch.empty(ELEMS)
@@ -228,13 +202,6 @@ def check_feedback(rank: int, ranks: int, code: str) -> None:
         assert output.isnan().any()
         exact.reduce_scatter(output, torch.ones(ranks * ELEMS), wire, residuals)
         assert output.isfinite().all()
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("code", ["int4", *(code for code in FORMATS if code != "int4")])
-def test_feedback_adds_what_rounding_left_to_the_next_payload(pool: Pool, code: str) -> None:
-    """To the bit; sums over many steps stay near the truth, and an overflow is forgotten."""
-    pool.run(check_feedback, 4, code)
 
 
 @pytest.mark.parametrize("code", FORMATS)
@@ -262,23 +229,6 @@ def test_what_is_not_finite_or_tiny_stays_so_in_its_block_alone(code: str) -> No
     blocks.decode(row, got)
     assert got[:512].isnan().all()
     assert torch.equal(got[512:], torch.cat([torch.zeros(256), torch.ones(256)]))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "inner", "hops"),
-    [
-        (1, None, (1, 1)),
-        (63, None, (63, 1)),
-        (64, None, (8, 8)),
-        (96, None, (12, 8)),
-        (67, None, (67, 1)),
-        (1024, None, (32, 32)),
-        (16, 8, (8, 2)),
-        (1024, 8, (8, 128)),
-    ],
-)
-def test_the_route_follows_from_the_numbers_of_ranks(ranks: int, inner: int | None, hops: tuple[int, int]) -> None:
-    assert Hops.of(ranks, inner) == Hops(*hops, nodes=inner is not None)
 
 
 def crossing(rank: int, ranks: int, hops: Hops) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from in_process import dzero as command
-from pool import Pool
+from on_ranks import on_ranks
 from typed_commands import in_a_process
 
 import dzero
@@ -331,18 +331,23 @@ OPEN = {
     "WARMUP_MAX_LR": 1e-3,
 }
 """What the lines leave to the reader."""
+SOME = ["trainer_zero3_decay", "bloom_bf16", "megatron_fp16", "nvme_optimizer", "sgd"]
+OTHERS = sorted({*CORPUS} - {*REFUSES, *SOME, "hpz"})  # hpz has parts of 8 ranks, which one does not have
 
 
-def run_lines(rank: int, ranks: int, names: list[str], scratch: Path) -> None:
+@pytest.mark.product(keep=1)
+@pytest.mark.parametrize("names", [SOME, OTHERS], ids=["some", "others"])
+@on_ranks(1)
+def test_the_lines_for_a_loop_run(rank: int, ranks: int, names: list[str], tmp_path: Path) -> None:
     """Take a step by the advised lines of each configuration, with scratch folders that are here."""
     for name in names:
         lines = "\n".join(advise(translate(read(CORPUS[name]))).loop)
-        lines = lines.replace("/scratch", str(scratch)).replace("/local_nvme", str(scratch))
-        (scratch / f"{name}.py").write_text(lines)
+        lines = lines.replace("/scratch", str(tmp_path)).replace("/local_nvme", str(tmp_path))
+        (tmp_path / f"{name}.py").write_text(lines)
         torch.manual_seed(0)  # with some weights, the first scale of fp16 overflows
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         given = {"model": model, "torch": torch, "dzero": dzero, "Schedule": Schedule, **OPEN}
-        made = runpy.run_path(str(scratch / f"{name}.py"), given)
+        made = runpy.run_path(str(tmp_path / f"{name}.py"), given)
         optim = made["optim"]
         microbatches = int(lines.partition("microbatches=")[2].partition(")")[0].replace("MICROBATCHES", "2"))
         for number in range(microbatches):
@@ -353,16 +358,6 @@ def run_lines(rank: int, ranks: int, names: list[str], scratch: Path) -> None:
         if "rates" in made:
             made["rates"].step()
         assert optim.last_decision.finite, name
-
-
-SOME = ["trainer_zero3_decay", "bloom_bf16", "megatron_fp16", "nvme_optimizer", "sgd"]
-OTHERS = sorted({*CORPUS} - {*REFUSES, *SOME, "hpz"})  # hpz has parts of 8 ranks, which one does not have
-
-
-@pytest.mark.product(keep=1)
-@pytest.mark.parametrize("names", [SOME, OTHERS], ids=["some", "others"])
-def test_the_lines_for_a_loop_run(pool: Pool, names: list[str], tmp_path: Path) -> None:
-    pool.run(run_lines, 1, names, tmp_path)
 
 
 def test_the_command_prints_three_ways_and_tells_by_its_exit_code(tmp_path: Path) -> None:

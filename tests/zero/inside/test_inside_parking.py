@@ -6,29 +6,23 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pool import Pool
+from on_ranks import on_ranks
 from training_loops import sharded_net, snapshot, unequal
 
 from dzero import AdamW
 from dzero.zero import parking
 
 
-def refused(rank: int, ranks: int) -> tuple[str, list[str]]:
-    """What is said where 1,000 bytes are free, and what differs after it."""
+@on_ranks(1)
+def test_too_little_memory_is_one_line_and_loses_nothing(rank: int, ranks: int) -> list[str]:
+    """What differs after 1,000 bytes were free."""
     sharded = sharded_net("uneven", stage=1)
     optim = AdamW(sharded)
     want = snapshot(sharded, optim)
-    with patch.object(parking, "host_available_bytes", lambda: 1000), pytest.raises(MemoryError) as told:
+    says = r"\Apark\(where='host'\) needs [^\n]*1000 B are available now: take park\(where='disk'\)[^\n]*\Z"
+    with patch.object(parking, "host_available_bytes", lambda: 1000), pytest.raises(MemoryError, match=says):
         sharded.park("host")
-    return str(told.value), unequal(want, snapshot(sharded, optim))
-
-
-def test_too_little_memory_is_one_line_and_loses_nothing(pool: Pool) -> None:
-    ((said, differ),) = pool.run(refused, 1)
-    assert differ == []
-    assert said.startswith("park(where='host') needs")
-    assert "1000 B are available now: take park(where='disk')" in said
-    assert "\n" not in said
+    return unequal(want, snapshot(sharded, optim))
 
 
 def test_a_rank_that_is_late_may_take_what_the_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
