@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from many_cells import STAGES, of_all, of_cells
 from models_of_torch import HOST, OPTIONS, Net, build, said_by, sharded_of, whole
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +53,9 @@ class Chosen(nn.Module):
         return x + self.experts[first](x) + self.experts[first + 1](x)
 
 
-def other_experts(rank: int, ranks: int, stage: int) -> str:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_ranks_that_run_other_modules_of_a_unit_are_told_which(rank: int, ranks: int, stage: int) -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Chosen(), nn.Linear(8, 8))
     zero = ZeroConfig(stage=stage, unused="agree", units=lambda module: isinstance(module, Chosen))
@@ -61,16 +64,14 @@ def other_experts(rank: int, ranks: int, stage: int) -> str:
     before = snapshot(sharded, optim)
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     told = said_by(optim.step)
-    assert unequal(snapshot(sharded, optim), before) == []
-    return told
-
-
-def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool) -> None:
-    for told in of_all(pool, 2, other_experts, STAGES):
-        assert "or other modules of them" in told
-        assert "zero.unused=union" in told
-        assert re.search(r"rank 0: gradients of all parameters but 1\.experts\.2\.weight, 1\.experts\.2\.bias", told)
-        assert re.search(r"rank 1: gradients of all parameters but 1\.experts\.0\.weight", told)
+    says = [
+        "or other modules of them",
+        "zero.unused=union",
+        "rank 0: gradients of all parameters but 1.experts.2.weight, 1.experts.2.bias",
+        "rank 1: gradients of all parameters but 1.experts.0.weight",
+    ]
+    unsaid = [f"not said in {told}: {each}" for each in says if each not in told]
+    return unsaid + unequal(snapshot(sharded, optim), before)
 
 
 class Keeps(nn.Module):
@@ -99,20 +100,22 @@ class Passes(nn.Module):
         return given["x" if self.kind is dict else 0]
 
 
-def kept(rank: int, ranks: int, stage: int, kind: type, compiled: bool) -> str:
+@pytest.mark.parametrize(
+    ("stage", "kind", "compiled"), [(1, dict, False), (3, list, False), (2, dict, True), (2, list, True)]
+)
+@on_ranks(1)
+def test_a_unit_that_writes_into_its_arguments_and_keeps_them_is_refused(
+    rank: int, ranks: int, stage: int, kind: type, compiled: bool
+) -> None:
     model = shard(Passes(kind), stage, precision="fp32").model
     for unit in model.units if compiled else ():
         unit.compile(backend="eager")
-    return said_by(lambda: model(torch.ones(2, 8)).square().sum().backward())
+    with pytest.raises(RuntimeError, match=rf"^unit units\.1 writes into a {kind.__name__} among its arguments"):
+        model(torch.ones(2, 8)).square().sum().backward()
 
 
-def test_a_unit_that_writes_into_its_arguments_and_keeps_them_is_refused(pool: Pool) -> None:
-    cells = [(1, dict, False), (3, list, False), (2, dict, True), (2, list, True)]
-    for (_, kind, _), (told,) in zip(cells, of_cells(pool, 1, kept, cells), strict=True):
-        assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
-
-
-def refused_at_once(rank: int, ranks: int) -> None:
+@on_ranks(1)
+def test_models_groups_and_states_that_do_not_fit_are_refused(rank: int, ranks: int) -> None:
     """A model is cut once, parameters are in one group, and states of torch are of the same rule and order."""
     inner = build("Net")
     fully_shard(inner.blocks[1])
@@ -144,11 +147,9 @@ def refused_at_once(rank: int, ranks: int) -> None:
         shard(plain, 3)
 
 
-def test_models_groups_and_states_that_do_not_fit_are_refused(pool: Pool) -> None:
-    pool.run(refused_at_once, 1)
-
-
-def assigned(rank: int, ranks: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_assigned_values_are_copied(rank: int, ranks: int, stage: int) -> list[str]:
     sharded = sharded_of("Net", stage)
     optim = AdamW(sharded)
     state = {name: value * 2 for name, value in sharded.model.state_dict().items()}
@@ -159,10 +160,6 @@ def assigned(rank: int, ranks: int, stage: int) -> list[str]:
     stepped(sharded, optim, ROWS)
     after = params_of(sharded)
     return wrong + [name for name in before if torch.equal(before[name], after[name])]
-
-
-def test_assigned_values_are_copied(pool: Pool) -> None:
-    assert of_cells(pool, 2, assigned, [(0,), (3,)]) == [[[], []]] * 2
 
 
 @dataclass
@@ -346,6 +343,11 @@ MISUSES: dict[str, tuple[Callable[[Made], object], str, list[tuple[int, dict[str
         AT_STAGE_3,
     ),
     "data of a gradient": (data_of_a_gradient, r"head\.weight\.grad\.data was set to another tensor", AT_STAGE_3),
+    "rows of a gradient": (
+        lambda made: (made.backward(), made.model.head.weight.grad[1:].zero_()),
+        r".*would be lost",
+        AT_STAGE_3,
+    ),
     "a gradient kept": (a_gradient_kept, r".*its gradient was used up by step\(\)", [(3, HOST)]),
     "an array": (an_array, r".*read-only", [(3, HOST)]),
     "a module replaced": (
@@ -375,24 +377,25 @@ MISUSES: dict[str, tuple[Callable[[Made], object], str, list[tuple[int, dict[str
 REFUSED = "tests/habits/test_uses.py::test_what_would_be_wrong_or_ignored_is_refused"
 
 
-def check_refused(pool: Pool, name: str, cells: list[tuple[int, dict[str, str]]]) -> None:
+def places() -> Iterator[Any]:
+    """Each misuse at the last stage of its list, which has most to do, and in the full suite at the others."""
+    for name, (_, _, cells) in MISUSES.items():
+        yield pytest.param(name, cells[-1:], id=name)
+        if len(cells) > 1:
+            yield pytest.param(name, cells[:-1], id=f"{name}, other stages", marks=pytest.mark.full(REFUSED))
+
+
+@pytest.mark.parametrize(("name", "cells"), places())
+def test_what_would_be_wrong_or_ignored_is_refused(
+    pool: Pool, name: str, cells: list[tuple[int, dict[str, str]]]
+) -> None:
     for told in of_all(pool, 2, misused, [(name, *cell) for cell in cells]):
         assert re.match(MISUSES[name][1], told, re.DOTALL), told
 
 
-@pytest.mark.parametrize("name", MISUSES)
-def test_what_would_be_wrong_or_ignored_is_refused(pool: Pool, name: str) -> None:
-    """In the default suite at the last stage of its list, which has most to do."""
-    check_refused(pool, name, MISUSES[name][2][-1:])
-
-
-@pytest.mark.full(REFUSED)
-@pytest.mark.parametrize("name", [name for name, (_, _, cells) in MISUSES.items() if len(cells) > 1])
-def test_what_would_be_wrong_or_ignored_is_refused_at_all_stages(pool: Pool, name: str) -> None:
-    check_refused(pool, name, MISUSES[name][2][:-1])
-
-
-def right(rank: int, ranks: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_what_is_next_to_that_works(rank: int, ranks: int, stage: int) -> list[str]:
     """On the device a gradient may be kept, and its array written; a gathered head computes, and shards show after."""
     sharded = sharded_of("Net", stage)
     made, hidden = Made(sharded, sharded.model, AdamW(sharded)), list[Tensor]()
@@ -403,10 +406,6 @@ def right(rank: int, ranks: int, stage: int) -> list[str]:
     hook.remove()
     wrong = [] if stage in (0, 3) or torch.equal(made.model.head(hidden[0]), out) else ["the head"]
     return wrong + [name for name, param in made.model.named_parameters() if not isinstance(param, DTensor)]
-
-
-def test_what_is_next_to_that_works(pool: Pool) -> None:
-    assert of_all(pool, 2, right, [(1,), (2,), (3,)]) == [[]] * 6
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -457,7 +456,9 @@ def test_a_sharded_model_keeps_its_dtype(pool: Pool) -> None:
         assert "precision.param=fp32, bf16 or fp16" in said[0]
 
 
-def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_model_shows_its_shards_outside_of_forward_and_backward(rank: int, ranks: int, stage: int) -> list[str]:
     """After which uses of a model its parameters are not shards."""
     sharded = sharded_of("Net", stage, microbatches=2)
     model, wrong = sharded.model, list[str]()
@@ -481,10 +482,6 @@ def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
     look("a forward that raised")
     hook.remove()
     return wrong
-
-
-def test_a_model_shows_its_shards_outside_of_forward_and_backward(pool: Pool) -> None:
-    assert of_cells(pool, 2, shown_after, STAGES) == [[[], []]] * 4
 
 
 class Widening(Net):

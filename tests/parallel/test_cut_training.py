@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import cut_runs
+import decoders
 import pytest
 import torch
 from cut_runs import SEQUENCES, TOKENS, WIDTH, Run
@@ -164,3 +165,27 @@ def test_a_cut_model_trains_as_in_one_process(pool: Pool, run: Run) -> None:
 def test_every_stage_has_the_same_bits_over_cut_sequences(pool: Pool) -> None:
     first, other = (told_by(pool, run)[0]["params"] for run in DEFAULT if run.heads == 8)
     assert [name for name, value in first.items() if not torch.equal(value, other[name])] == []
+
+
+def losses_of(rank: int, ranks: int, name: str) -> list[float]:
+    """Of each step of a side of benchmarks/parallel.py, as this rank tells them."""
+    import parallel_sides
+
+    experts = {"kind": "moe", "ffn_size": 16, "experts": 4, "top_k": 2, "balance": "none"}
+    of_kind = experts if parallel_sides.SIDES[name].cut.ep > 1 else {"ffn_size": 64}
+    model = decoders.with_values(256, hidden_size=64, layers=4, **of_kind)
+    step = parallel_sides.build(name, model, samples=4)
+    generator = torch.Generator().manual_seed(parallel_sides.reader_of(name, rank))
+    batch = torch.randint(0, 256, (4, 33), generator=generator)
+    return [float(step(batch)) for _ in range(4)]
+
+
+@pytest.mark.full("tests/parallel/test_cut_training.py::test_a_cut_model_trains_as_in_one_process")
+@pytest.mark.parametrize("cut", ["2_dp4.ep2", "3_cp2.pp2"])
+def test_the_library_and_torchs_own_pieces_have_the_same_losses(pool: Pool, cut: str) -> None:
+    own, hand = (
+        [sum(of_step) / 4 for of_step in zip(*pool.run(losses_of, 4, f"{by}_{cut}", timeout_s=200), strict=True)]
+        for by in ("dzero", "hand")
+    )
+    assert own == pytest.approx(hand, rel=2e-4)  # bf16
+    assert own[-1] < own[0] - 0.05

@@ -11,6 +11,7 @@ import reference
 import small_decoders
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -44,7 +45,8 @@ class Odd(nn.Module):
         return y * self.fixed + self.shift.to(y.dtype) + self.table
 
 
-def odd_model(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_mixed_dtypes_views_buffers_integers_and_frozen_parameters_are_handled(rank: int, ranks: int) -> None:
     for stage in (0, 2, 3):
         torch.manual_seed(0)
         plain = Odd()
@@ -74,10 +76,6 @@ def odd_model(rank: int, ranks: int) -> None:
         both: list[Any] = [None] * ranks
         dist.all_gather_object(both, after)
         assert unequal(*both) == []
-
-
-def test_mixed_dtypes_views_buffers_integers_and_frozen_parameters_are_handled(pool: Pool) -> None:
-    pool.run(odd_model, 2)
 
 
 def asynchronous(rank: int, ranks: int) -> list[float]:
